@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import fp4_utils, fp8_utils
 from megatron.core import utils as megatron_utils
-from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -338,11 +338,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def no_quantisation(directory: Path) -> Any:
     """Pier gathers what the inner step has quantised, and not what it has made of the main parameters."""
     return mock.patch.object(ShardedOptimizer, "round_to_model")
-
-
-def no_gather(directory: Path) -> Any:
-    """Pier leaves each rank with new codes of its own part only."""
-    return mock.patch.object(DistributedDataParallel, "start_param_sync")
 
 
 def a_scale_drifts(directory: Path) -> Any:

@@ -1,6 +1,5 @@
 """Planted bugs and injected faults: what each test guards against, so that the test can be seen to fail."""
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -23,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.models import backends
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
@@ -35,15 +34,11 @@ from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.experiments.compression import activations, buckets, gradients, layout, parameters, tensor_parallel
 from pier_megatron.experiments.layered import breadth_first, segments
-from pier_megatron.experiments.skipping import feature as skipping
-from pier_megatron.experiments.skipping.pipeline.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
 from pier_megatron.integration.checkpoint import description as checkpoint
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.integration.inner.whole import WholeOptimizer
-from pier_megatron.outer import OuterLoop, rounds
+from pier_megatron.outer import OuterLoop
 from pier_megatron.outer import state as outer_state
-from pier_megatron.outer.steps import OuterSteps
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -104,21 +99,6 @@ def _no_anchor_for_evaluation(directory: Path) -> Patch:
 def _unaware_of_nan(directory: Path) -> Patch:
     """A pseudo-gradient that is not finite goes into the mean like any other."""
     return mock.patch.object(outer_state.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
-
-
-def _no_progress_kept(directory: Path) -> Patch:
-    """What a group has learned while an exchange was under way is thrown away."""
-    apply = rounds.OuterRound._apply
-
-    def forgetful(round_: Any, *args: Any, keep_progress: bool, **kwargs: Any) -> None:
-        apply(round_, *args, keep_progress=False, **kwargs)
-
-    return mock.patch.object(rounds.OuterRound, "_apply", forgetful)
-
-
-def _biases_take_outer_steps(directory: Path) -> Patch:
-    """Biases of routers are treated as parameters with gradients."""
-    return mock.patch.object(rounds, "averaging", lambda rule: rule)
 
 
 def _depth_first(directory: Path) -> Patch:
@@ -262,54 +242,6 @@ def _used_before_it_has_arrived(directory: Path) -> Patch:
         return request
 
     return mock.patch.object(activations._Arrival, "after", too_early)
-
-
-def _last_micro_batch_skips(directory: Path) -> Patch:
-    """The last micro-batch skips two stages, on two ranks, like any other; in steps of 8 micro-batches and in no others."""
-    search = skipping.paths
-
-    def without_exception(settings: Any, micro_batches: int) -> Paths:
-        paths = search(settings, micro_batches)
-        wrong = {(stage, 7) for stage in (1, 2) if micro_batches == 8}
-        return dataclasses.replace(paths, skipped=paths.skipped | wrong)
-
-    return mock.patch.object(skipping, "paths", without_exception)
-
-
-@contextlib.contextmanager
-def _view_of_the_input(directory: Path) -> Iterator[None]:
-    """A stage that is skipped hands a view of its input on, not a copy; the schedule's complaint is written down.
-
-    If it were raised, the ranks that had not come so far would wait for the others.
-    """
-    forward, deallocate = skipping._forward, schedules.deallocate_output_tensor
-
-    def without_copy(block: Any, *args: Any, **kwargs: Any) -> Any:
-        result = forward(block, *args, **kwargs)
-        return block.input_tensor.view_as(result) if type(result.grad_fn).__name__ == "CloneBackward0" else result
-
-    def complaining(output: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            deallocate(output, *args, **kwargs)
-        except AssertionError as error:
-            (directory / "refused by the schedule").write_text(str(error))
-            output.data = torch.empty(1)
-
-    with (
-        mock.patch.object(skipping, "_forward", without_copy),
-        mock.patch.object(schedules, "deallocate_output_tensor", complaining),
-    ):
-        yield
-
-
-def _another_table(directory: Path) -> Patch:
-    """A resumed run draws another table than the run that saved."""
-    search = skipping.paths
-
-    def redrawn(settings: Any, micro_batches: int) -> Paths:
-        return search(argparse.Namespace(**vars(settings) | {"pier_skip_seed": 1}), micro_batches)
-
-    return mock.patch.object(skipping, "paths", redrawn)
 
 
 def _another_file_of_routes(directory: Path) -> Patch:
@@ -460,16 +392,6 @@ def _truncate_a_file(folder: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-def _moments_stay_behind(directory: Path) -> Patch:
-    """A run that is resumed begins with moments of zero."""
-    return mock.patch.object(WholeOptimizer, "state_of", return_value={})
-
-
-def _nobody_is_restarted(directory: Path) -> Patch:
-    """An excluded group keeps its weights."""
-    return mock.patch.object(OuterSteps, "restart", return_value=[])
-
-
 def _other_weights(directory: Path) -> Patch:
     """Group 1 starts from weights of its own."""
     get_model = megatron_training.get_model
@@ -559,9 +481,9 @@ _ALL = {
     "unaware of nan": _unaware_of_nan,
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
-    "biases take outer steps": _biases_take_outer_steps,
     "nan in group 1 at 5 and 8": lambda directory: _fault(1, (5, 8), after=_nan),
     "nan in group 1 at 8": lambda directory: _fault(1, (8,), after=_nan),
+    "nan in group 0 at 9": lambda directory: _fault(0, (9,), after=_nan),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
     "losses are averaged in every micro-batch": _losses_are_averaged,
@@ -569,8 +491,6 @@ _ALL = {
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),
     "a file is truncated": _damaged(_truncate_a_file, 9),
-    "moments stay behind": _moments_stay_behind,
-    "nobody is restarted": _nobody_is_restarted,
     "other weights in group 1": _other_weights,
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,
@@ -581,13 +501,9 @@ _ALL = {
     "a group sleeps while two others meet": _a_group_sleeps_while_two_others_meet,
     "slow writers that share host memory": _slow_writers_that_share_host_memory,
     "no copies of host memory": _no_copies_of_host_memory,
-    "no progress kept": _no_progress_kept,
     "depth-first": _depth_first,
     "one size of groups for all steps": _one_size_of_groups,
     "every backward pass reduces": _every_backward_pass_reduces,
-    "the last micro-batch skips": _last_micro_batch_skips,
-    "a view of the input": _view_of_the_input,
-    "another table": _another_table,
     "another file of routes": _another_file_of_routes,
     "lossless codecs": _lossless_codecs,
     "lengths that vary": _lengths_that_vary,
@@ -608,6 +524,5 @@ _ALL = {
     "used before it has arrived": _used_before_it_has_arrived,
     **{f"parameters in {recipe}": quantised_parameters.stand_in(recipe) for recipe in quantised_parameters.RECIPES},
     "no quantisation": quantised_parameters.no_quantisation,
-    "no gather": quantised_parameters.no_gather,
     "a scale drifts": quantised_parameters.a_scale_drifts,
 }

@@ -1,8 +1,8 @@
 """Transformer Engine's FusedAdam on a CPU: the same interface and state, the arithmetic of its kernels in PyTorch.
 
 Megatron takes it for Transformer Engine's where :func:`in_place` is entered; everything else of Transformer Engine is missing
-still. ``tests/unit/test_fused_adam.py`` compares the interface with Transformer Engine's sources, release by release. What is
-kept in FP8 is a tensor of bytes here, and a ``Float8Tensor`` there.
+still. Signatures are those of Transformer Engine's releases. What is kept in FP8 is a tensor of bytes here, and a
+``Float8Tensor`` there.
 """
 
 import contextlib

@@ -16,31 +16,28 @@ _PIER = (
     "--pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 )
 _MUON = "--global-batch-size 8 --pier-inner-optimizer muon --muon-fp32-matmul-prec high"
+_TIMERS = "--pipeline-model-parallel-size 2 --global-batch-size 8 --timing-log-level 1"
 # The census does not see the last iteration.
 _SILENT, _SYNC = (4, 5, 7, 8), 6
 # One micro-batch for each replica; two where gradients are accumulated before they are reduced.
 _LAYOUTS = {
-    "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 4 --bf16",
-    "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 4",
     "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
     "--global-batch-size 8",
     "biases": "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall "
     "--moe-router-enable-expert-bias --moe-router-score-function "
     "sigmoid --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --global-batch-size 8",
-    "biases, PP 2": "--pipeline-model-parallel-size 2 --num-experts 4 --disable-bias-linear --moe-router-enable-expert-bias "
-    "--moe-router-score-function sigmoid --global-batch-size 4",
     "overlap": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --bf16",
     "loss per token": "--global-batch-size 8 --calculate-per-token-loss",
     "fp16": "--global-batch-size 8 --fp16 --initial-loss-scale 1024",
-    "everything that asks": "--global-batch-size 8 --log-params-norm --log-num-zeros-in-grad --exit-signal-handler "
+    "PP 2, everything that asks": f"{_TIMERS} --log-params-norm --log-num-zeros-in-grad --exit-signal-handler "
     "--exit-duration-in-mins 60 --tensorboard-log-interval 1",
     "overlapped exchange": "--global-batch-size 8 --pier-overlap 1",
     "sites": "--global-batch-size 8 --pier-groups 4 --pier-sites 2 --pier-site-interval 1 --pier-exchange-dtype int8",
-    "timers of level 1": "--pipeline-model-parallel-size 2 --global-batch-size 8 --timing-log-level 1",
-    "timers of level 2": "--tensor-model-parallel-size 2 --global-batch-size 4 --timing-log-level 2 --timing-log-option all "
-    "--log-timers-to-tensorboard --tensorboard-dir {directory}/tensorboard --log-throughput --log-memory-interval 1",
-    "Muon": f"{_MUON} --log-params-norm --log-num-zeros-in-grad",
-    "Muon, experts": f"{_MUON} --expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2",
+    "TP 2, timers of level 2": "--tensor-model-parallel-size 2 --global-batch-size 4 --bf16 "
+    "--timing-log-level 2 --timing-log-option all --log-timers-to-tensorboard --tensorboard-dir {directory}/tensorboard "
+    "--log-throughput --log-memory-interval 1",
+    "Muon, experts": f"{_MUON} --log-params-norm --log-num-zeros-in-grad "
+    "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2",
     "Muon, layer-wise": f"{_MUON} --bf16 --use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
     "losses averaged by the script": "--global-batch-size 16",
     "quantised gather": "--global-batch-size 8 --bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
@@ -61,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     stock = "--train-iters 6 --global-batch-size 8 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     trainings += [
         Run("stock", stock, ["census"]),
-        Run("together at the log", _PIER + _LAYOUTS["timers of level 1"], ["census"], ["all groups wait at the log"]),
+        Run("together at the log", _PIER + _TIMERS, ["census"], ["all groups wait at the log"]),
     ]
     return launch(tmp_path_factory.mktemp("isolation"), corpus, trainings)
 
@@ -111,7 +108,7 @@ def test_stock_megatron_crosses_in_every_iteration(runs: dict[str, Recorded]) ->
 
 
 def test_outer_step_sends_the_parameters_of_the_rank_once(runs: dict[str, Recorded]) -> None:
-    for rank in runs["TP 2"].ranks:
+    for rank in runs["TP 2, timers of level 2"].ranks:
         across = sorted(
             found.nbytes
             for found in rank["census"][6]

@@ -24,10 +24,7 @@ _JOBS = {
     "loss per token": "--calculate-per-token-loss --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "sandwich layout": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL "
     "--untie-embeddings-and-output-weights",
-    "virtual stages": "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
-    "--global-batch-size 8",
-    "FP16": "--fp16 --initial-loss-scale 1024",
-    "overlapped gradients": "--overlap-grad-reduce --overlap-param-gather --bf16 --recompute-granularity full "
+    "recomputation": "--overlap-grad-reduce --overlap-param-gather --bf16 --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1",
     "a growing batch": "--rampup-batch-size 8 8 32 --global-batch-size 16",
 }

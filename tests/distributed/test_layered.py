@@ -28,9 +28,6 @@ _BOTH = {
     "ramp-up": _PIPELINE
     + _OVERLAPPED
     + "--train-samples 64 --step-batch-size-schedule 0:8,1024:16 --eval-global-batch-size 16",
-    "8 micro-batches on 4 ranks": _OVERLAPPED
-    + "--train-iters 2 --global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers 12 "
-    "--num-virtual-stages-per-pipeline-rank 3",
 }
 # Without a pipeline: 4 ranks, 4 micro-batches of 2 samples, a bucket for each layer.
 _FIXED = "--train-iters 4 --global-batch-size 32 "
@@ -45,10 +42,7 @@ _WITHOUT_PIPELINE = {
     "layers, nothing overlapped": _LAYERS + "--calculate-per-token-loss --timing-log-level 2",
     "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
     "--moe-router-load-balancing-type aux_loss",
-    "layers, two recomputed, evaluation": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 2 --recompute-method block "
-    "--eval-interval 2 --eval-iters 2",
     "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
-    "layers, pier, 2 groups": _LAYERS + _PIER + "--ddp-bucket-size 10000 --pier-groups 2 --bf16",
     "layers, pier, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-inner-optimizer muon",
 }
 _TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")
@@ -66,10 +60,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
         Run("no multiple of the ranks", f"{_PIPELINE} --train-iters 2 --global-batch-size 20{_LAYERED}", _PROBES),
         *(
             Run(
-                f"{name}, dropout{order.replace(' --pier-', ', ')}",
-                both[name].replace("iters 4", "iters 2") + _DROPOUT + order,
+                f"dropout{order.replace(' --pier-', ', ')}",
+                _WITHOUT_PIPELINE["layers"].replace("iters 4", "iters 2") + _DROPOUT + order,
             )
-            for both, name in ((_BOTH, "overlapped"), (_WITHOUT_PIPELINE, "layers"), (_WITHOUT_PIPELINE, "layers, TP 2"))
             for order in ("", _LAYERED)
         ),
         Run("two at a time", _WITHOUT_PIPELINE["layers"] + _LAYERED + " 2", _PROBES),
@@ -83,10 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
         ),
         *(Run(f"tied{order.replace(' --pier-', ', ')}", _TIED + order, _PROBES) for order in ("", _LAYERED)),
         Run("unchanged", _BOTH["overlapped"] + _LAYERED, _PROBES, ["depth-first"]),
-        *(
-            Run(f"{name}, one size", _BOTH[name] + _LAYERED, _PROBES, ["one size of groups for all steps"], fails=True)
-            for name in ("evaluation", "ramp-up")
-        ),
+        Run("one size", _BOTH["ramp-up"] + _LAYERED, _PROBES, ["one size of groups for all steps"], fails=True),
     ]
     return launch(tmp_path_factory.mktemp("layered"), corpus, trainings)
 
@@ -166,9 +156,8 @@ def test_activations_of_as_many_micro_batches_as_was_said(runs: dict[str, Record
     assert max(itertools.accumulate({"F": 1, "B": -1, "R": 0}[way] for way in ways)) == said
 
 
-@pytest.mark.parametrize("name", ["overlapped", "layers", "layers, TP 2"])
-def test_dropout_draws_other_numbers(runs: dict[str, Recorded], name: str) -> None:
-    depth_first, layered = runs[f"{name}, dropout"].losses, runs[f"{name}, dropout, layered"].losses
+def test_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:
+    depth_first, layered = runs["dropout"].losses, runs["dropout, layered"].losses
     assert layered != depth_first
     assert layered == pytest.approx(depth_first, rel=2e-2)
 
@@ -222,9 +211,8 @@ def test_micro_batches_need_be_no_multiple_of_the_ranks(runs: dict[str, Recorded
     assert order[:7] == ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4", "F1.0", "F1.1"]
 
 
-@pytest.mark.parametrize("name", ["evaluation", "ramp-up"])
-def test_one_size_of_groups_is_seen(runs: dict[str, Recorded], name: str) -> None:
-    assert "should range in [PP=2 , M=2]" in runs[f"{name}, one size"].error
+def test_one_size_of_groups_is_seen(runs: dict[str, Recorded]) -> None:
+    assert "should range in [PP=2 , M=2]" in runs["one size"].error
 
 
 @pytest.mark.parametrize("name", _BOTH)

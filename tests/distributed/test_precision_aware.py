@@ -45,9 +45,8 @@ def _saved_and_resumed(name: str, argv: str) -> tuple[Run, Run]:
 
 _RUNS = [
     Run("fp32", _PIER, _PROBES, _FP32),
-    Run("halves", _PIER + _AWARE + "--save {directory}/halves --save-interval 12", _PROBES, [_TE], saves=[7, 9]),
+    Run("halves", _PIER + _AWARE + "--save {directory}/halves --save-interval 12", _PROBES, [_TE], saves=[7]),
     Run("resumed", _PIER + _AWARE + _LOAD % "halves", _PROBES, [_TE]),
-    Run("resumed at an outer step", _PIER + _AWARE + "--load {directory}/halves --ckpt-step 9 ", _PROBES, [_TE]),
     Run("fp32, TP 2", _TP, _PROBES, _FP32),
     Run("halves, TP 2", _TP + _AWARE, _PROBES, [_TE]),
     Run("fp32, pairs", _PAIRS, _PROBES, _FP32),
@@ -56,14 +55,11 @@ _RUNS = [
     Run("halves, bad", _BAD + _AWARE, _PROBES, [_TE, _NAN]),
     Run("even", _PIER, _PROBES, [_TE]),
     Run("masters", _PIER + _AWARE, _PROBES, [_OLD]),
-    Run("fp32 for FP8", _PIER + _AWARE + _BF16 + "--fp8-recipe tensorwise", _PROBES, [_TE]),
     Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
     *(run for name, flags in _FEWER.items() for run in _saved_and_resumed(name, _BAD + _AWARE + flags)),
     Run("fp16 mains, TP 2", _TP + _AWARE + _MAINS, _PROBES, [_TE]),
-    Run("fp16 mains, blockwise", _PIER + _AWARE + _MAINS + "--fp8-recipe blockwise", _PROBES, [_TE]),
     Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
-    Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _LOAD % "halves", [], [_TE]),
-    Run("stock, fp16 mains", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "fp16-mains", [], [_TE]),
+    Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "fp16-mains", [], [_TE]),
 ]
 
 
@@ -102,13 +98,10 @@ def test_masters_of_older_releases_train_as_fp32_main_parameters(runs: dict[str,
     assert differences(runs["masters"], runs["even"]) == []
 
 
-@pytest.mark.parametrize(
-    ("resumed", "run", "since"),
-    [("resumed", "halves", 8), ("resumed at an outer step", "halves", 10), ("bf16 moments, resumed", "bf16 moments", 8)],
-)
-def test_resumes_exactly(runs: dict[str, Recorded], resumed: str, run: str, since: int) -> None:
+@pytest.mark.parametrize(("resumed", "run"), [("resumed", "halves"), ("bf16 moments, resumed", "bf16 moments")])
+def test_resumes_exactly(runs: dict[str, Recorded], resumed: str, run: str) -> None:
     assert "Pier resumes exactly" in runs[resumed].printed
-    assert differences(runs[resumed], runs[run], since) == []
+    assert differences(runs[resumed], runs[run], since=8) == []
 
 
 @pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments", "fp8 moments", "fp16 mains"])
@@ -122,15 +115,8 @@ def test_excluded_group_takes_over_moments(runs: dict[str, Recorded], run: str) 
     assert not any(equal_after(12))
 
 
-def test_moments_in_few_bits_beside_fp32_main_parameters(runs: dict[str, Recorded]) -> None:
-    fewer, full = runs["fp32 for FP8"].losses, runs["even"].losses
-    assert fewer != full
-    assert all(abs(fewer[t] - full[t]) < 0.05 for t in full)
-
-
-@pytest.mark.parametrize("stock", ["stock", "stock, fp16 mains"])
-def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded], stock: str) -> None:
-    assert len(runs[stock].losses) == 5
+def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> None:
+    assert len(runs["stock"].losses) == 5
 
 
 @pytest.mark.parametrize(
@@ -138,7 +124,6 @@ def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded], stock:
     [
         ("fp8 moments", "fp16 moments", 13),
         ("fp16 mains", "fp16 moments", 13),
-        ("fp16 mains, blockwise", "halves", 13),
         # Fragments are cut between tensors: the next iteration has another fragment.
         ("fp16 mains, TP 2", "halves, TP 2", 8),
     ],

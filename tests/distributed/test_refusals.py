@@ -65,6 +65,12 @@ _RUNS = [
     Run("damaged", _PIER + "--save {directory}/damaged --save-interval 3"),
     Run("future", _PIER + "--save {directory}/future --save-interval 12", sabotage=["a newer plugin"]),
     *(Run(name, argv, sabotage=faults, fails=True) for name, (argv, faults, _) in _REFUSED.items()),
+    Run(
+        "all groups bad",
+        _PIER + "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled",
+        sabotage=["nan in group 0 at 9", "nan in group 1 at 9"],
+        fails=True,
+    ),
     Run("accepted", _BASE + _LOAD + "--pier-sync-interval 2 --pier-lazy-start-iters 6 --pier-override-checkpoint"),
     Run(
         "not finite",
@@ -84,6 +90,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
 def test_refused(runs: dict[str, Recorded], name: str) -> None:
     for part in _REFUSED[name][2]:
         assert part in runs[name].error
+
+
+def test_all_groups_bad_is_a_clear_stop(runs: dict[str, Recorded]) -> None:
+    reason = "no group has a pseudo-gradient that can be used (group 0 not finite, group 1 not finite)"
+    assert f"After iteration 9 {reason}" in runs["all groups bad"].error
 
 
 def test_changes_can_be_accepted(runs: dict[str, Recorded]) -> None:

@@ -21,7 +21,7 @@ _BY_ONE_RANK = "--distrib-optim-fully-reshardable-mem-efficient "
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 5000 "
 _TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 _AT_THE_END = " --save-interval 12"
-_FROM_TP2 = "--load {directory}/tp --ckpt-step "
+_FROM_TP2 = "--load {directory}/tp --ckpt-step 8"
 # Padding of two tensor-parallel ranks: the padded vocabulary takes part in the loss.
 _PADDED = "--make-vocab-size-divisible-by 32 "
 # The first stage has no experts, so its ranks have one optimizer, those of the second have two.
@@ -33,8 +33,7 @@ _MOE = (
 _FROM_MOE = "--load {directory}/moe --ckpt-step 9"
 _STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "
 _OUTER = ["outer weights"]
-_MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
-_LAYER_WISE = _MUON + "--bf16 --use-distributed-optimizer "
+_LAYER_WISE = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --bf16 --use-distributed-optimizer "
 
 # In this order: what a launch leaves on disk, the next ones load.
 _LAUNCHES = (
@@ -53,12 +52,10 @@ _LAUNCHES = (
                 "two by TP",
                 _PIER + _TP2 + _RESHARDABLE + _BUCKETS + "--pier-groups 2 --save {directory}/tp" + _AT_THE_END,
                 ["main", "moments"],
-                saves=[8, 9],
+                saves=[8],
             ),
-            Run("TP 2 at 8", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "8", ["main", "moments", *_OUTER]),
-            Run("TP 2 at 9", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "9", _OUTER),
-            Run("TP 2 to PP 2 at 8", _PIER + _PP2 + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "8", _OUTER),
-            Run("TP 2 to 1 at 9", _PIER + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "9", _OUTER),
+            Run("TP 2 at 8", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2, ["main", "moments", *_OUTER]),
+            Run("TP 2 to PP 2 at 8", _PIER + _PP2 + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2, _OUTER),
             Run(
                 "inner DP 2",
                 _PIER + _RESHARDABLE + _BY_ONE_RANK + "--pier-groups 2 --save {directory}/dp" + _AT_THE_END,
@@ -72,9 +69,6 @@ _LAUNCHES = (
             Run("MoE", _MOE + _PP2 + _RESHARDABLE + "--save {directory}/moe" + _AT_THE_END, saves=[9]),
             Run("MoE at 9", _MOE + _PP2 + _FROM_MOE, _OUTER),
             Run("MoE, PP 2 to 1 at 9", _MOE + _CHANGED + _FROM_MOE, _OUTER),
-            Run("Muon, four", _MUON + "--pier-groups 4 --save {directory}/muon" + _AT_THE_END, saves=[8]),
-            Run("Muon, four again", _MUON + "--pier-groups 4 --load {directory}/muon --ckpt-step 8", _OUTER),
-            Run("Muon, inner DP", _MUON + "--pier-groups 2 --load {directory}/muon --ckpt-step 8 " + _CHANGED, _OUTER),
             Run("layer-wise", _LAYER_WISE + "--pier-groups 2 --save {directory}/layer-wise" + _AT_THE_END, saves=[8]),
             Run("layer-wise again", _LAYER_WISE + "--pier-groups 2 --load {directory}/layer-wise --ckpt-step 8", _OUTER),
             Run(
@@ -91,19 +85,17 @@ _LAUNCHES = (
                 _PIER + "--pier-groups 4 --load {directory}/stock --ckpt-step 6 --pier-lazy-start-iters 9",
                 [],
             ),
-            Run("from stock, anew", _PIER + "--pier-groups 4 --load {directory}/stock --ckpt-step 6 --finetune", ["start"]),
         ],
     ),
     (
         2,
         [
-            Run("four to two", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", ["start", *_OUTER]),
+            Run("four to two", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", ["start"]),
             Run(
                 "four to two, first",
                 _PIER + "--pier-groups 2 --pier-load-inner-state first " + _CHANGED + _FROM_FOUR + "8",
                 ["start"],
             ),
-            Run("four to two, met", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "9", ["start"]),
             Run("two", _PIER + "--pier-groups 2 --save {directory}/two --save-interval 8", ["main", "moments"]),
         ],
     ),
@@ -156,13 +148,6 @@ def test_merged_groups_go_on_with_the_first_on_demand(runs: dict[str, Recorded])
             assert torch.equal(loaded, first)
 
 
-def test_groups_that_had_just_met_keep_their_parameters(runs: dict[str, Recorded]) -> None:
-    for group in (0, 1):
-        torch.testing.assert_close(start(runs["four to two, met"], group)[0], end_of(runs["four"], 0, 9)[0])
-    # The next loss is that of the same weights on the same samples, whoever computes it.
-    assert runs["four to two, met"].losses[10] == pytest.approx(runs["four"].losses[10], rel=1e-6)
-
-
 def test_split_groups_go_on_with_their_parent(runs: dict[str, Recorded]) -> None:
     for group in range(4):
         for loaded, parent in zip(start(runs["two to four"], group), end_of(runs["two"], group // 2, 8), strict=True):
@@ -172,9 +157,7 @@ def test_split_groups_go_on_with_their_parent(runs: dict[str, Recorded]) -> None
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("four to two", "four again"),
         ("inner DP", "four again"),
-        ("Muon, inner DP", "Muon, four again"),
         ("layer-wise to four", "layer-wise again"),
     ],
 )
@@ -192,7 +175,6 @@ def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], nam
     ("name", "reference", "stop"),
     [
         ("TP 2 to PP 2 at 8", "TP 2 at 8", 8),
-        ("TP 2 to 1 at 9", "TP 2 at 9", 9),
         ("MoE, PP 2 to 1 at 9", "MoE at 9", 9),
     ],
 )
@@ -240,4 +222,3 @@ def test_pier_begins_from_a_stock_checkpoint(runs: dict[str, Recorded]) -> None:
     assert all(tensor.abs().max() == 0 for tensor in run.weights("momentum").values() if isinstance(tensor, torch.Tensor))
     lazy = runs["from stock, lazy"].losses
     assert [lazy[t] for t in (7, 8, 9)] == pytest.approx([runs["stock"].losses[t] for t in (7, 8, 9)], rel=1e-6)
-    assert set(runs["from stock, anew"].losses) == set(range(1, 13))

@@ -29,7 +29,6 @@ _RUNS = [
     Run("plain", _PIER, _PROBES),
     Run("in fragments", _PIER + "--pier-fragments 3 --pier-exchange-dtype int8", _PROBES),
     Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 5 and 8"]),
-    Run("nothing averaged", _PIER, _PROBES, ["biases take outer steps"]),
     Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[7]),
     Run(
         "four to two",
@@ -58,14 +57,6 @@ def biases(run: Recorded, kind: str, iteration: int) -> list[torch.Tensor]:
     return found
 
 
-def are_averaged(run: Recorded) -> bool:
-    return all(
-        torch.allclose(anchor, torch.stack(biases(run, "inner", iteration)).mean(0), rtol=0, atol=1e-6)
-        for iteration in _OUTER_STEPS
-        for anchor in biases(run, "anchor", iteration)
-    )
-
-
 def test_lazy_start_is_stock(runs: dict[str, Recorded]) -> None:
     assert [runs["plain"].losses[t] for t in (1, 2, 3)] == [runs["stock"].losses[t] for t in (1, 2, 3)]
     assert torch.equal(*biases(runs["plain"], "inner", 3))
@@ -87,11 +78,9 @@ def test_each_group_counts_its_own_tokens(runs: dict[str, Recorded]) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "in fragments"])
 def test_outer_steps_take_the_mean(runs: dict[str, Recorded], name: str) -> None:
-    assert are_averaged(runs[name])
-
-
-def test_biases_that_take_outer_steps_are_seen(runs: dict[str, Recorded]) -> None:
-    assert not are_averaged(runs["nothing averaged"])
+    for iteration in _OUTER_STEPS:
+        mean = torch.stack(biases(runs[name], "inner", iteration)).mean(0)
+        assert all(torch.allclose(anchor, mean, rtol=0, atol=1e-6) for anchor in biases(runs[name], "anchor", iteration))
 
 
 def test_excluded_group_takes_over_the_biases_of_the_others(runs: dict[str, Recorded]) -> None:
@@ -111,10 +100,9 @@ def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Rec
     assert any(anchor)
 
 
-@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("four", "--pier-groups 4 --expert-model-parallel-size 1")])
-def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_path: Path, name: str, flags: str) -> None:
+def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_path: Path) -> None:
     job = ["torchrun", "--nproc-per-node", "4", "-m", "pier_megatron", "--device", "cpu", pretrain_bytes.__file__]
-    job += [*MODEL, "--mock-data", *f"{_PIER}{flags}".split()]
+    job += [*MODEL, "--mock-data", *_PIER.split()]
     said = execute([sys.executable, "-W", "ignore", "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "doctor.txt")
 
     def sizes(printed: str) -> list[float]:
@@ -125,4 +113,4 @@ def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_p
         assert found is not None
         return [float(number.replace(",", "")) for number in found.groups()]
 
-    assert sizes(said) == pytest.approx(sizes(runs[name].printed), rel=0.01)
+    assert sizes(said) == pytest.approx(sizes(runs["plain"].printed), rel=0.01)

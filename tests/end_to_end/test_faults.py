@@ -44,13 +44,12 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() == 8
     seen |= attempt.losses()
 
-    # The disk is full, then a rank dies between the last byte of a checkpoint and its completion.
-    for fault, rank in (("disk is full", 1), ("dies while saving", 0)):
-        attempt = job.run(faults=[{"fault": fault, "rank": rank, "iteration": 16}])
-        assert attempt.wait() != 0
-        assert "Pier resumes exactly from iteration 8" in attempt.log
-        assert job.last_saved() == 8
-        seen |= attempt.losses()
+    # The disk is full.
+    attempt = job.run(faults=[{"fault": "disk is full", "rank": 1, "iteration": 16}])
+    assert attempt.wait() != 0
+    assert "Pier resumes exactly from iteration 8" in attempt.log
+    assert job.last_saved() == 8
+    seen |= attempt.losses()
 
     # The job ends by itself between outer steps, with an asynchronous save.
     attempt = job.run(flags=f"{_BEHIND_TRAINING} --exit-interval 13")
@@ -60,11 +59,13 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() == 13
     seen |= attempt.losses()
 
-    # Its time is over, then the scheduler says so: it ends where the groups meet.
-    faults = [{"fault": "started an hour ago", "rank": rank, "iteration": 14} for rank in (0, 1)]
-    attempt = job.run(faults=faults, flags="--exit-duration-in-mins 30")
+    # A rank dies between the last byte of a checkpoint and its completion, and torchrun starts it again. Its time is over, then
+    # the scheduler says so: it ends where the groups meet.
+    faults = [{"fault": "started an hour ago", "rank": rank, "iteration": 14, "always": True} for rank in (0, 1)]
+    dies = {"fault": "dies while saving", "rank": 0, "iteration": 16}
+    attempt = job.run(faults=[*faults, dies], restarts=1, flags="--exit-duration-in-mins 30")
     assert attempt.wait() == 0, attempt.log[-5000:]
-    assert "Pier resumes exactly from iteration 13" in attempt.log
+    assert attempt.log.count("Pier resumes exactly from iteration 13") == 2
     assert job.last_saved() == 16
     seen |= attempt.losses()
     with job.started(flags=f"{_BEHIND_TRAINING} --exit-signal-handler") as attempt:
@@ -88,22 +89,9 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     said = job.examined()[1]
     assert "whole, of iteration 24, " in said, said
     assert "--pier-preset pier is now diloco" in job.examined("--pier-preset diloco")[1]
-    max(job.checkpoint(16).glob("*.distcp")).unlink()
-    status, said = job.examined("--ckpt-step 16")
-    assert (status, ".distcp is missing" in said) == (1, True), said
 
     assert seen == losses
     assert job.last_saved() == ITERATIONS
     assert outer_checksums(job, ITERATIONS) == outer_checksums(undisturbed, ITERATIONS)
     assert differing(job.weights(ITERATIONS), undisturbed.weights(ITERATIONS)) == []
     assert _orphans() == []
-
-
-def test_all_groups_bad_is_a_clear_stop(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    flags = f"{_SAVING} {_BEHIND_TRAINING} --exit-signal-handler --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
-    job = Job(tmp_path, corpus, flags=flags)
-    attempt = job.run(faults=[{"fault": "parameter is nan", "rank": rank, "iteration": 19} for rank in (0, 1)])
-    assert attempt.wait() != 0
-    reason = "no group has a pseudo-gradient that can be used (group 0 not finite, group 1 not finite)"
-    assert f"After iteration 20 {reason}" in attempt.log
-    assert job.last_saved() in (8, 16)

@@ -84,28 +84,27 @@ def check_that_all_go_on_exactly(
     later = [{iteration: loss for iteration, loss in each.items() if iteration > _SAVE} for each in losses]
     # All losses first: they tell which island went another way.
     assert [attempt.losses() for attempt in resumed] == later
+    assert all(f"Pier resumes exactly from iteration {_SAVE}" in attempt.log for attempt in resumed)
     assert [differing(island.weights(ITERATIONS), final) for island, final in zip(islands, weights, strict=True)] == [
         [] for _ in islands
     ]
 
 
 def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, second: Island) -> None:
-    """The second dies in the outer step of the last iteration, and the first gives up waiting: for an iteration that it has
-    trained, and for one that it skips."""
+    """The second dies in the outer step of the last iteration, and the first gives up waiting."""
     patience = {"fault": "loses patience", "rank": 0, "iteration": ITERATIONS - 1}
     death = {"fault": "dies among islands", "rank": 0, "iteration": ITERATIONS}
-    for skipped in ("", f"--iterations-to-skip {ITERATIONS}"):
-        with lighthouse(least=2) as place:
-            saved = f"{place} --ckpt-step {_SAVE} {skipped}"
-            with (
-                first.started(faults=[patience], flags=saved) as deserted,
-                second.started(faults=[patience, death], flags=saved) as victim,
-            ):
-                assert victim.wait() != 0
-                assert deserted.wait() != 0
-        assert "too few islands for longer than --pier-island-wait 30 minutes" in deserted.log
-        assert "ends with status 75" in deserted.log
-        assert "outer step after iteration       24" not in deserted.log
+    with lighthouse(least=2) as place:
+        saved = f"{place} --ckpt-step {_SAVE}"
+        with (
+            first.started(faults=[patience], flags=saved) as deserted,
+            second.started(faults=[patience, death], flags=saved) as victim,
+        ):
+            assert victim.wait() != 0
+            assert deserted.wait() != 0
+    assert "too few islands for longer than --pier-island-wait 30 minutes" in deserted.log
+    assert "ends with status 75" in deserted.log
+    assert "outer step after iteration       24" not in deserted.log
     apart = first.weights(ITERATIONS)
     with lighthouse(least=2) as place:
         saved = f"{place} --ckpt-step {_SAVE}"
@@ -205,69 +204,43 @@ def test_island_that_only_evaluates_meets_nobody(tmp_path: Path, corpus: tuple[P
     assert not (tmp_path / "0" / "losses1.txt").exists()
 
 
-class Relay:
-    """Runs of two groups that load what another kind of run has saved between two outer steps.
-
-    Attributes:
-        rows: What each kind of run has taken over, as rows of the table in the documentation.
-    """
-
-    def __init__(self, folder: Path, corpus: tuple[Path, Path]) -> None:
-        self._folder, self._corpus = folder, corpus
-        self.rows: list[str] = []
-        self._runs = 0
-
-    def run(self, kind: str, until: int, source: tuple[str, Job, int] | None = None) -> tuple[str, Job]:
-        """Trains until an outer step, and compares the one after the load with that of the saved run."""
-        self._runs += 1
-        folder = self._folder / str(self._runs)
-        flags = (
-            "--pier-lazy-start-iters 0 --pier-override-checkpoint --save-interval 2 "
-            f"--exit-interval {until} --save {folder}/checkpoints "
-        )
-        if source is not None:
-            flags += f"--load {source[1].folder}/checkpoints --ckpt-step {source[2]} "
-        with contextlib.ExitStack() as stack:
-            if kind == "elastic islands":
-                flags += stack.enter_context(lighthouse(least=2)) + " --pier-island-timeout 60"
-                jobs: Sequence[Job] = [Island(folder, self._corpus, flags, index) for index in range(2)]
-            else:
-                jobs = [Job(folder, self._corpus, 2, flags)]
-            attempts = [stack.enter_context(job.started()) for job in jobs]
-            assert [attempt.wait() for attempt in attempts] == [0] * len(jobs), attempts[-1].log[-5000:]
-        # All islands of a run share a folder.
-        saved = jobs[0] if len(jobs) == 1 else Job(folder, self._corpus)
-        if source is not None:
-            theirs, job, step = source
-            said = {"exact" if f"Pier resumes exactly from iteration {step}" in attempt.log else "own" for attempt in attempts}
-            [outcome] = said
-            assert outcome == "exact" or all(f"from iteration {step}; with changes" in attempt.log for attempt in attempts)
-            # It depends on every group's parameters, moments, samples and random states, and on anchor and momentum.
-            following = step + 2
-            assert outer_checksums(saved, following) == outer_checksums(job, following)
-            assert outer_checksums(saved, following) != outer_checksums(job, step)
-            self.rows.append(f"| {theirs} | {kind} | {outcome} |")
-        return kind, saved
+def train(
+    folder: Path, corpus: tuple[Path, Path], until: int, loads: tuple[Job, int] | None = None, are_islands: bool = False
+) -> tuple[Job, list[Attempt]]:
+    """Trains two groups until an outer step, in one launch or as islands; returns what has saved, and what was started."""
+    flags = "--pier-lazy-start-iters 0 --pier-override-checkpoint --save-interval 2 "
+    flags += f"--exit-interval {until} --save {folder}/checkpoints "
+    if loads is not None:
+        flags += f"--load {loads[0].folder}/checkpoints --ckpt-step {loads[1]} "
+    with contextlib.ExitStack() as stack:
+        jobs: Sequence[Job] = [Job(folder, corpus, 2, flags)]
+        if are_islands:
+            flags += stack.enter_context(lighthouse(least=2)) + " --pier-island-timeout 60"
+            jobs = [Island(folder, corpus, flags, index) for index in range(2)]
+        attempts = [stack.enter_context(job.started()) for job in jobs]
+        assert [attempt.wait() for attempt in attempts] == [0] * len(jobs), attempts[-1].log[-5000:]
+    # All islands of a run share a folder.
+    return Job(folder, corpus), attempts
 
 
 def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    relay = Relay(tmp_path, corpus)
-    launch = relay.run("one launch", until=8)
-    elastic = relay.run("elastic islands", 12, (*launch, 6))
-    relay.run("elastic islands", 16, (*elastic, 10))
-    found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
-    print(found)
-    assert found in (REPOSITORY / "docs" / "checkpoints.md").read_text()
-    check_that_one_launch_begins_from_the_weights_only(tmp_path / "launch", corpus, elastic[1])
-    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, elastic[1])
+    launch, _ = train(tmp_path / "launch", corpus, until=8)
+    elastic, attempts = train(tmp_path / "islands", corpus, until=12, loads=(launch, 6), are_islands=True)
+    # It depends on every group's parameters, moments, samples and random states, and on anchor and momentum.
+    assert all("from iteration 6; with changes" in attempt.log for attempt in attempts)
+    assert outer_checksums(elastic, 8) == outer_checksums(launch, 8) != outer_checksums(launch, 6)
+    # Islands that load their own run are in the other tests.
+    rows = "| one launch | elastic islands | own |\n| elastic islands | elastic islands | exact |"
+    assert rows in (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    check_that_one_launch_begins_from_the_weights_only(tmp_path / "weights", corpus, elastic)
+    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, elastic)
 
 
 def check_that_one_launch_begins_from_the_weights_only(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
     flags = "--pier-lazy-start-iters 0 --pier-override-checkpoint --save-interval 100 --exit-interval 2 --load "
-    for part, island in (("", 0), ("/islands/1", 1)):
-        refused = Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints{part}").run()
-        assert f"/checkpoints{part}: island {island} has saved its own part of a run there" in refused.log
-        assert "Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune" in refused.log
+    refused = Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints").run()
+    assert "/checkpoints: island 0 has saved its own part of a run there" in refused.log
+    assert "Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune" in refused.log
     with Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints --finetune").started() as begun:
         assert begun.wait() == 0
     assert list(begun.losses()) == [1, 2]

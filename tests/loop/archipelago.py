@@ -102,7 +102,7 @@ class Plan:
     train_iters: int = _ENDLESS
     seconds: float = 0.01
     islands: int = 3
-    wait_seconds: float = 60.0
+    wait_seconds: float = 300.0
     timeout: float = ISLAND_TIMEOUT
     dies_after: int | None = None
     halts_after: tuple[int, ...] = ()

@@ -11,21 +11,8 @@ from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 pytestmark = pytest.mark.processes
 
-of_three = pytest.mark.parametrize("sea", [3], indirect=True)
 
-
-@of_three
-def test_an_island_of_another_seed_is_refused(sea: Archipelago) -> None:
-    first, second, other = [sea.start(Plan(index, seed=index == 2)) for index in range(3)]
-    ends = other.wait(60)
-    assert len(ends) == PARTS
-    assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
-    assert all("--seed" in said for said in ends)
-    sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
-    sea.check()
-
-
-@of_three
+@pytest.mark.parametrize("sea", [3], indirect=True)
 def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: Archipelago) -> None:
     refusal = "PierConfigError: --pier-island {} is of another run than the other islands: --tensor-model-parallel-size {}"
     # At the start most are right; later the islands that have met before are, however many others arrive.
@@ -33,9 +20,13 @@ def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: A
     ends = other.wait(60)
     assert len(ends) == PARTS
     assert all(said.startswith(refusal.format(2, "3 here and 2 there")) for said in ends)
+    ends = sea.start(Plan(2, seed=1)).wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
+    assert all("--seed" in said for said in ends)
     sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
     second.die_in_a_sum()
-    others = [sea.start(Plan(index, layout=4)) for index in range(3, 7)]
+    others = [sea.start(Plan(index, layout=4)) for index in (3, 4, 5)]
     for other in others:
         assert all(said.startswith(refusal.format(other.index, "4 here and 2 there")) for said in other.wait(60))
     sea.go_on([first, sea.start(Plan(1))], seconds=60)
@@ -54,6 +45,11 @@ def test_an_island_without_enough_others_gives_up_and_takes_its_last_step_when_t
         sea.start(Plan(index, loads=iteration, train_iters=30))
     assert [island.wait(60) for island in sea.islands[-2:]] == [["done"] * PARTS] * 2
     assert sea.check()[30]["verdicts"] == [GOOD, ABSENT]
+    # Without a lighthouse there is nobody to wait for.
+    sea.darken()
+    ends = sea.start(Plan(0)).wait(30)
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-lighthouse http://127.0.0.1:") for said in ends)
 
 
 def test_nobody_goes_back_to_an_older_anchor(sea: Archipelago) -> None:
@@ -88,13 +84,6 @@ def test_an_island_counts_by_what_it_has_read_since_it_joined(sea: Archipelago) 
     sea.go_on(again, seconds=60)
     assert [(island.joined_at, island.took_over) for island in again] == [(12, False), (12, True)]
     sea.check()
-
-
-def test_an_island_without_a_lighthouse_says_so(sea: Archipelago) -> None:
-    sea.darken()
-    ends = sea.start(Plan(0)).wait(30)
-    assert len(ends) == PARTS
-    assert all(said.startswith("PierConfigError: --pier-lighthouse http://127.0.0.1:") for said in ends)
 
 
 def test_strangers_are_refused_and_the_others_go_on(sea: Archipelago) -> None:

@@ -234,12 +234,6 @@ def test_spread_of_pairs_is_logged_as_if_nobody_had_saved(ranks: Ranks) -> None:
     assert logged((7, QUIET), ("stop_and_resume", QUIET), (8, QUIET)) == undisturbed
 
 
-def test_spread_of_groups_that_agree_is_logged_in_every_outer_step(ranks: Ranks) -> None:
-    results = program((12, QUIET), exchange_dtype="int8").run(ranks)
-    assert [report.iteration for report in results[0]["reports"]] == [6, 9, 12]
-    assert all(report.spread is not None for report in results[0]["reports"])
-
-
 # Other lengths at a resume.
 
 
@@ -275,10 +269,7 @@ def test_clock_that_jumps_is_refused(ranks: Ranks) -> None:
 
 _REHEARSED: list[dict[str, Any]] = [
     {},
-    {"preset": "diloco", "lazy_start_iters": 0, "exchange_dtype": "int4", "offload": True},
     {"overlap": 3, "fragments": 3, "exchange_dtype": "int8", "offload": True},
-    {"overlap": 2, "exchange_dtype": "int1"},
-    {"preset": "noloco", "groups": 3},
     {"preset": "noloco", "groups": 4, "overlap": 2, "fragments": 2, "offload": True},
     {**_SITES, "groups": 4, "exchange_dtype": "int4"},
     {**_OWN_RULE, "groups": 2},
@@ -312,11 +303,8 @@ def test_late_buffers_are_seen(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("dtype", "overlap", "offload", "preset"),
     [
-        ("fp32", 0, False, "pier"),
-        ("fp32", 2, True, "pier"),
         ("bf16", 0, True, "pier"),
         ("int8", 2, False, "pier"),
-        ("int8", 2, True, "pier"),
         ("fp32", 2, False, "noloco"),
         ("fp32", 0, True, "noloco"),
     ],
@@ -327,7 +315,7 @@ def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap:
         assert abs(used - said) <= 0.05 * said, (used, said)
 
 
-@pytest.mark.parametrize(("dtype", "overlap", "offload"), [("fp32", 0, True), ("fp32", 2, False), ("int8", 2, True)])
+@pytest.mark.parametrize(("dtype", "overlap", "offload"), [("fp32", 2, False), ("int8", 2, True)])
 def test_device_memory_of_sites_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool) -> None:
     program(groups=4, **_SITES, exchange_dtype=dtype, overlap=overlap, offload=offload).run(ranks)
     for used, said in ranks.do("device_memory"):

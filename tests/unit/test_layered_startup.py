@@ -63,13 +63,6 @@ def test_where_nothing_is_gained(changes: dict[str, Any], micro_batches: int, wo
     assert words is None or words in found[0]
 
 
-def test_without_the_flag_the_schedule_is_megatrons() -> None:
-    schedule, off = mock.Mock(), args(pier_layered=None)
-    with mock.patch.object(versions, "megatron_args", return_value=off):
-        assert layered.get_schedule(lambda: schedule) is schedule
-    assert not layered.is_used(off)
-
-
 def test_the_size_of_groups_is_that_of_the_call() -> None:
     config = mock.Mock(microbatch_group_size_per_vp_stage=16)
     seen = []
@@ -113,23 +106,11 @@ def test_micro_batches_at_a_time(given: int, micro_batches: int, together: int) 
         ] * (together == 1)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "words"), [(None, "of them"), ("full", "all that layers keep with full recomputation")]
-)
-def test_kept_inputs_of_layers_are_told(granularity: str | None, words: str) -> None:
-    with mock.patch.object(batches, "training_phases", return_value={32: 8}):
-        lines = layered.describe(without_pipeline(recompute_granularity=granularity))
-    assert lines[0] == "Pier layered: 8 micro-batches of a step pass a layer before any passes the next one"
-    sizes = "8 x 32 x 4096 x 2 x 1024 (micro-batches, layers, tokens, sequences, hidden size) x 2 bytes / 2 ranks: 2.00 GiB"
-    assert sizes in lines[1]
-    assert lines[1].endswith(words)
-
-
-@pytest.mark.parametrize("name", accumulation.REFUSED)
-def test_what_expects_another_order_is_refused(name: str) -> None:
-    with pytest.raises(PierConfigError, match="cannot be used with --pier-layered and --pipeline-model-parallel-size 1"):
-        layered.prepare(without_pipeline(**{name: True}))
-    layered.prepare(without_pipeline(**{name: None}))
+def test_what_expects_another_order_is_refused() -> None:
+    for name in accumulation.REFUSED:
+        with pytest.raises(PierConfigError, match="cannot be used with --pier-layered and --pipeline-model-parallel-size 1"):
+            layered.prepare(without_pipeline(**{name: True}))
+        layered.prepare(without_pipeline(**{name: None}))
 
 
 def test_a_model_of_two_blocks_is_refused() -> None:

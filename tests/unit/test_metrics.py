@@ -40,23 +40,6 @@ _REPORT = OuterStepReport(
 )
 
 
-def test_line_and_scalars() -> None:
-    line = _REPORT.line()
-    for part in (
-        "iteration      150",
-        "mu: 0.990",
-        "eta: 0.100",
-        "1.2500E+00",
-        "(0.500, 0.750)",
-        "3.00",
-        "250.0",
-        "group 3",
-    ):
-        assert part in line
-    assert _REPORT.scalars()["pier/bytes-sent"] == 3e6
-    assert _REPORT.scalars()["pier/groups-left-out"] == 1
-
-
 _TRAINING = {"loss": 2.0, "loss_min": 1.5, "loss_max": 2.5, "grad_norm": 0.5}
 
 
@@ -117,12 +100,6 @@ def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
     found = training_means(torch.stack(rows))
     assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
     assert training_means(torch.zeros(2, 9)) == {}
-
-
-def test_ranks_without_writers_print_only() -> None:
-    lines: list[str] = []
-    _REPORT.write(lines.append, None, None, 150)
-    assert lines == [_REPORT.line()]
 
 
 def test_spread_is_the_deviation_of_weights() -> None:

@@ -141,26 +141,6 @@ def test_text_is_generated_from_the_mixture(model: PreTrainedModel, tokens: Tens
         assert torch.equal(generated(use_cache=True), expected)
 
 
-def test_cache_is_reordered_for_a_beam_search(model: PreTrainedModel, tokens: Tensor) -> None:
-    cache = model(tokens[:, :5], use_cache=True).past_key_values
-    others = torch.tensor([2, 0, 0])
-    cache.reorder_cache(others)
-    found = model(tokens[others, 5:], past_key_values=cache).logits
-    torch.testing.assert_close(found, model(tokens).logits[others, 5:], **_CLOSE)
-
-
-def test_generation_continues_from_a_cache(model: PreTrainedModel, tokens: Tensor) -> None:
-    """A conversation: the second turn's prompt begins with the first one's text."""
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    first = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), use_cache=True, return_dict_in_generate=True, **options
-    )
-    prompt = torch.cat([first.sequences, tokens[:, :3]], dim=1)
-    mask = torch.ones_like(prompt)
-    second = model.generate(prompt, attention_mask=mask, past_key_values=first.past_key_values, **options)
-    assert torch.equal(second, model.generate(prompt, attention_mask=mask, use_cache=False, **options))
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_padding_on_the_left_does_not_count(model: PreTrainedModel, tokens: Tensor, use_cache: bool) -> None:
     """Prompts of three lengths in one batch go on as each does alone."""
@@ -182,17 +162,6 @@ def test_padding_on_the_right_does_not_count(model: PreTrainedModel, tokens: Ten
     torch.testing.assert_close(padded.logits[:, :7], model(tokens[:, :7]).logits, **_CLOSE)
     # What comes behind it, if anything, is weighed by the text alone.
     torch.testing.assert_close(padded.weights[:, -1], model(tokens[:, :7]).weights[:, -1], **_CLOSE)
-
-
-def test_logits_that_are_not_asked_for_still_count(model: PreTrainedModel, tokens: Tensor) -> None:
-    whole = model(tokens).logits
-    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:], **_CLOSE)
-    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([3, 8])).logits, whole[:, [3, 8]], **_CLOSE)
-
-
-def test_loss_is_that_of_the_likelihoods(model: PreTrainedModel, tokens: Tensor) -> None:
-    output = model(tokens, labels=tokens)
-    assert output.loss.item() == pytest.approx(-likelihoods(output.logits, tokens).mean(), rel=1e-5)
 
 
 def test_folder_has_every_weight_once(folder: Path, experts: list[PreTrainedModel]) -> None:
@@ -218,21 +187,6 @@ def test_weights_keep_their_type(experts: list[PreTrainedModel], tokens: Tensor,
     scores = np.stack([likelihoods(half(tokens).logits.float(), tokens) for half in halves])
     found = likelihoods(loaded(tokens).logits, tokens)
     np.testing.assert_allclose(found, mixture.mixed(scores, np.log([0.5, 0.5])), **_CLOSE)
-
-
-def test_expert_without_hope_can_return(folder: Path, experts: list[PreTrainedModel], tokens: Tensor) -> None:
-    """A cached prior gives weights below the smallest number."""
-    log_prior = np.array([0.0, -1000.0, -2000.0])
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, log_prior=log_prior.tolist()).eval()
-    model.expert_0.lm_head.weight = torch.nn.Parameter(1e3 * experts[0].lm_head.weight)
-    scores = np.stack([likelihoods(expert(tokens).logits, tokens) for expert in model.experts])
-    found = model(tokens)
-    assert found.weights[:, -1, 1].min() > 0.9
-    np.testing.assert_allclose(likelihoods(found.logits, tokens), mixture.mixed(scores, log_prior), atol=1e-5, rtol=1e-6)
-
-
-def test_sequences_are_as_long_as_all_experts_take(model: PreTrainedModel) -> None:
-    assert model.config.max_position_embeddings == 32
 
 
 def test_what_cannot_be_is_refused(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
@@ -283,17 +237,6 @@ def plan(tmp_path: Path) -> Plan:
     made = Plan(tmp_path, "x.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, tuple(experts))
     made.write()
     return made
-
-
-@pytest.mark.parametrize(("prior", "said"), [("lore", "--prior lore: no domain of the plan"), ("law", "no such file")])
-def test_prior_needs_a_scored_domain(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prior: str, said: str
-) -> None:
-    monkeypatch.setattr(export_mixture, "_check_same_tokens", lambda plan, members: None)
-    options = argparse.Namespace(folder=tmp_path, output=tmp_path / "exported", tokenizer=None, prior=prior)
-    with pytest.raises(PierConfigError, match=said):
-        export_mixture.run(options)
-    assert not options.output.exists()
 
 
 def test_experts_of_a_mixture_share_a_tokenizer(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

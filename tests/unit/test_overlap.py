@@ -23,9 +23,9 @@ _NUMEL = 15 * _CHUNK // 2
 _CHUNKS = 8
 
 # Collectives by which a sum travels.
-_COLLECTIVES = {"fp32": 1, "int8": 2, "int4": 2}
+_COLLECTIVES = {"fp32": 1, "int4": 2}
 
-_OVERLAPS = [0, 1, 5, 11]
+_OVERLAPS = [0, 5]
 
 
 @pytest.fixture(params=[2, 64], scope="module")
@@ -56,7 +56,7 @@ def config_of(group: dist.ProcessGroup, dtype: str, overlap: int, offload: bool 
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("dtype", "overlap"), [("fp32", 0), ("fp32", 11), ("int8", 1), ("int4", 0), ("int4", 5)])
+@pytest.mark.parametrize(("dtype", "overlap"), [("fp32", 11), ("int8", 1), ("int4", 0)])
 def test_memory_is_what_the_start_says(group: dist.ProcessGroup, dtype: str, overlap: int, offload: bool) -> None:
     config = config_of(group, dtype, overlap, offload)
     used, said = device_memory.used_and_said(config, GroupExchange(group, CODECS[dtype]), _NUMEL)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.skipping.pipeline.paths import Paths, draw, most, search, wanted
+from pier_megatron.experiments.skipping.pipeline.paths import draw, most, search, wanted
 from pier_megatron.experiments.skipping.pipeline.schedule import Pass, Pipeline
 from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
@@ -34,11 +34,6 @@ def test_tables_are_balanced_and_reach_the_fraction(stages: int, micro_batches: 
     assert spread([by_micro_batch[micro_batch] for micro_batch in range(micro_batches - 1)]) <= 1
 
 
-def test_as_many_as_may_be() -> None:
-    paths = draw(5, 4, most(5, 4) / 20, random.Random(0))
-    assert [paths.row(stage) for stage in range(5)] == ["####", "...#", "...#", "...#", "####"]
-
-
 def test_one_micro_batch_or_two_stages_leave_nothing_to_skip() -> None:
     assert most(2, 8) == most(6, 1) == most(1, 1) == 0
     assert draw(6, 1, 0.0, random.Random(0)).skipped == frozenset()
@@ -58,22 +53,6 @@ def test_the_search_keeps_the_shortest_step() -> None:
     generator = random.Random(5)
     others = [makespan(pipeline, costs, draw(16, 16, 0.25, generator).skipped) for _ in range(20)]
     assert found < sum(others) / len(others)
-
-
-# One time unit for a forward pass and two for a backward one, on Megatron's own tables.
-@pytest.mark.parametrize(
-    ("pipeline", "over_ideal"),
-    [
-        (Pipeline(4, 1, 16, 4), 1.188),
-        (Pipeline(4, 4, 16, 4), 1.047),
-        (Pipeline(4, 4, 16, 16), 1.047),
-        (Pipeline(8, 4, 32, 8), 1.055),
-        (Pipeline(8, 4, 32, 32), 1.055),
-    ],
-)
-def test_bubble(pipeline: Pipeline, over_ideal: float) -> None:
-    ideal = 3 * pipeline.chunks * pipeline.micro_batches
-    assert makespan(pipeline, [1.0] * pipeline.stages) / ideal == pytest.approx(over_ideal, abs=5e-4)
 
 
 @settings(max_examples=50)
@@ -112,9 +91,3 @@ def test_costs() -> None:
     # To the second stage and back.
     assert makespan(pipeline, [1.0, 10.0], link=0.5) == 34
     assert makespan(pipeline, [1.0, 10.0], skipped={(1, 0)}) == 3
-
-
-def test_a_row_shows_who_visits_the_stage() -> None:
-    paths = Paths(3, 3, frozenset({(1, 0), (1, 1)}))
-    assert [paths.row(stage) for stage in range(3)] == ["###", "..#", "###"]
-    assert paths.fraction == 2 / 9

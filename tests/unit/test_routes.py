@@ -53,8 +53,8 @@ def test_whole_steps_take_what_megatrons_order_takes_and_no_rank_keeps_more(shap
     assert played.held == min(stages, micro_batches)
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 8), (4, 2, 4), (5, 3, 5), (6, 2, 3)])
-@pytest.mark.parametrize("fraction", [0.0, 0.125, 0.25])
+@pytest.mark.parametrize("shape", [(4, 1, 8), (5, 3, 5)])
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
 def test_ranks_that_follow_their_lists_end_even_if_every_message_blocks(shape: tuple[int, int, int], fraction: float) -> None:
     routes = grids.searched(*shape, fraction)
     places = [Place(stage, replica) for stage in range(shape[0]) for replica in range(shape[1])]
@@ -88,8 +88,8 @@ def test_ranks_that_follow_their_lists_end_even_if_every_message_blocks(shape: t
     assert sum(taken.values()) == 2 * sum(map(len, routes.paths.values()))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.33])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("fraction", [0.1, 0.33])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_searched_routes_are_within_all_bounds(fraction: float, replicas: int) -> None:
     routes = grids.searched(6, replicas, 4, fraction)
     routes.check()
@@ -118,8 +118,8 @@ def test_micro_batches_stay_in_their_group() -> None:
     assert any(place.replica != key.replica for key, path in found.paths.items() for place in path)
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.2, 0.25, 0.33])
-@pytest.mark.parametrize("shape", [(4, 2, 4), (4, 4, 6), (6, 3, 4)])
+@pytest.mark.parametrize("fraction", [0.1, 0.33])
+@pytest.mark.parametrize("shape", [(4, 4, 6), (6, 3, 4)])
 def test_micro_batches_may_stay_in_their_replica(shape: tuple[int, int, int], fraction: float) -> None:
     stages, replicas, micro_batches = shape
     alone = [[replica] for replica in range(replicas)]
@@ -127,15 +127,6 @@ def test_micro_batches_may_stay_in_their_replica(shape: tuple[int, int, int], fr
     routes = Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order)
     routes.check()
     assert routes.crossings == 0
-
-
-def test_one_host_changes_places_with_none() -> None:
-    one = dataclasses.replace(grids.even(4, 1), hosts=(0,) * 4)
-    assert search(one, 4, [[0]], Wishes(0.25, 4, may_move=True)).hosts == (0,) * 4
-
-
-def test_the_same_search_finds_the_same() -> None:
-    assert grids.searched(5, 2, 4, 0.2) == grids.searched(5, 2, 4, 0.2)
 
 
 def test_no_step_ends_where_ranks_wait_for_each_others_memory() -> None:
@@ -244,13 +235,6 @@ def test_more_than_there_is_cannot_be_skipped() -> None:
         PierConfigError, match=r"a share of 0.6 of 4 stages x 8 micro-batches = 19 to skip, .* \(4 - 2\) x 8 = 16"
     ):
         search(grids.even(4, 2), 4, [range(2)], Wishes(0.6, 4))
-
-
-def test_no_search_finds_a_step_that_ends_in_too_little_memory() -> None:
-    one = MicroBatch(0, 0)
-    assert play(grids.even(4, 1), {one: plain(4, 1, 1)[one]}, 0).seconds == math.inf
-    with pytest.raises(PierConfigError, match="no step of 4 micro-batches ends with 0 of them held"):
-        search(grids.even(4, 1), 4, [[0]], Wishes(0.0, 0, is_searched=False))
 
 
 def test_micro_batches_find_their_own_data_in_any_order() -> None:

@@ -1,7 +1,6 @@
 """Worlds of 16,384 ranks and 1,024 groups: how much is looked at, kept and said, counted and not timed."""
 
 import dataclasses
-import pickle
 import sys
 from collections.abc import Iterator
 from types import FrameType, SimpleNamespace
@@ -16,7 +15,6 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
 from pier_megatron.integration import cautions, copies, samples
-from pier_megatron.integration.census import Collective, table
 from pier_megatron.integration.checkpoint.description import Description
 from pier_megatron.integration.copies import Copies, CopiesDifferError, Domain, Parameter
 from pier_megatron.outer import OuterLoop, Shards
@@ -81,25 +79,11 @@ def test_ranks_are_not_looked_at_once_for_each_group() -> None:
     assert 0 < counted.looks <= _LOOKS * _RANKS
 
 
-def test_what_all_ranks_keep_of_each_does_not_grow_with_the_groups() -> None:
-    assert max(len(pickle.dumps(rank)) for rank in topology().ranks) < 250
-
-
 def test_few_of_many_groups_are_drawn() -> None:
     lines = topology().describe()
     assert lines[0] == "group 0: ranks 0-15 on node 0, node 1"
     assert lines[-2:] == ["and 1,015 more, to", "group 1023: ranks 16368-16383 on node 2046, node 2047"]
     assert len(lines) == NAMED // 2 + 2
-
-
-def test_few_of_many_nodes_and_stretches_are_named() -> None:
-    # Two groups that take turns, four ranks each.
-    ranks = [Rank(rank, f"node {rank // 8}", f"node {rank // 8}", rank // 4 % 2, rank, rank % 4) for rank in range(1024)]
-    [first, _] = Topology(ranks).describe()
-    assert first.startswith("group 0: ranks 0-3, 8-11, ")
-    assert first.endswith(
-        ", ... 1016-1019 (128 in all) on " + ", ".join(f"node {n}" for n in range(8)) + ", ... node 127 (128 in all)"
-    )
 
 
 class CountedFloat(float):
@@ -258,12 +242,6 @@ def test_checkpoint_of_many_groups_gets_a_warning() -> None:
     [warning] = warned(_GROUPS)
     assert "--save with 1,024 groups: each stores an inner state of its own, 12,276 of 12,298 bytes per parameter." in warning
     assert warned(NAMED) == warned(_GROUPS, save_inner_state="first") == []
-
-
-def test_collectives_of_many_ranks_name_few_of_them() -> None:
-    few, many = (table([Collective("allreduce_", tuple(range(ranks)), 4)]) for ranks in (4, _RANKS))
-    assert few == ["    1 x allreduce_                                4 bytes over ranks 0, 1, 2, 3"]
-    assert many[0].endswith("over ranks 0, 1, 2, 3, 4, 5, 6, 7, ... 16383 (16,384 in all)")
 
 
 class CountedStanding(tuple[int, ...]):

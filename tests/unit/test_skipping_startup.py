@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
 from pier_megatron.megatron_api import batches, versions
@@ -66,25 +65,6 @@ def test_recomputation_makes_backward_passes_longer() -> None:
 )
 def test_order_is_the_one_that_the_schedule_will_take(changes: dict[str, Any], group: int) -> None:
     assert skipping.pipeline(args(**changes), 16) == Pipeline(4, 4, 16, group)
-
-
-def test_without_the_flags_nothing_is_touched() -> None:
-    off = args(pier_skip_fraction=None)
-    assert not skipping.is_used(off)
-    chunk = mock.Mock()
-    with mock.patch.object(versions, "megatron_args", return_value=off):
-        assert skipping.set_up(lambda: ([chunk], "optimizer", "scheduler")) == ([chunk], "optimizer", "scheduler")
-    assert not chunk.mock_calls
-
-
-def test_another_model_is_refused() -> None:
-    given = {"parallel_state": mock.Mock(), "TransformerBlock": int, "unwrap_model": lambda chunks: chunks}
-    model = SimpleNamespace(decoder="no block")
-    with (
-        mock.patch.object(versions, "require", lambda _, name: given.get(name)),
-        pytest.raises(PierConfigError, match=r"cannot be used with SimpleNamespace: .* such as GPTModel"),
-    ):
-        skipping.make_skippable([model], args())
 
 
 def test_only_inner_stages_get_a_way_past_their_layers() -> None:

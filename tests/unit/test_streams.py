@@ -101,21 +101,6 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     return [*parameters, *(flat for state in trained.states for flat in state.flats.values())]
 
 
-_LONG_OVERLAPS = [
-    {"overlap": 4},
-    {"overlap": 4, "preset": "noloco"},
-    {
-        "train_iters": 24,
-        "overlap": 7,
-        "sync_interval": 8,
-        "lazy_start_iters": 8,
-        "exchange_dtype": "int8",
-    },
-    {"train_iters": 27, "overlap": 7, "sync_interval": 9, "lazy_start_iters": 9},
-    {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12},
-    {"train_iters": 36, "overlap": 8, "sync_interval": 12, "lazy_start_iters": 12, "fragments": 3, "exchange_dtype": "int8"},
-    {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12, "preset": "noloco"},
-]
 _SETTINGS = [
     {},
     {"exchange_dtype": "int8"},
@@ -124,7 +109,9 @@ _SETTINGS = [
     {"overlap": 2, "fragments": 3, "exchange_dtype": "int4"},
     {"preset": "noloco"},
     {"preset": "noloco", "overlap": 2, "fragments": 3},
-    *_LONG_OVERLAPS,
+    {"overlap": 4},
+    {"overlap": 4, "preset": "noloco"},
+    {"train_iters": 36, "overlap": 8, "sync_interval": 12, "lazy_start_iters": 12, "fragments": 3, "exchange_dtype": "int8"},
 ]
 
 
@@ -132,12 +119,6 @@ _SETTINGS = [
 @pytest.mark.parametrize("chunk_numel", [10, 100])
 def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_numel: int) -> None:
     train(chunk_numel, save_at=(3, 9, 14), **settings)
-
-
-@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
-def test_offloaded_and_overlapped_numbers_are_those_on_the_device(settings: dict[str, Any]) -> None:
-    offloaded, on_device = (train(10, (3, 9, 14), **settings, offload=offload) for offload in (True, False))
-    assert all(map(torch.equal, offloaded, on_device))
 
 
 _take_work, _lend = Staging.take_work, Staging.lend
