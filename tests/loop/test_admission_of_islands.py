@@ -34,7 +34,7 @@ def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: A
 
 
 def test_an_island_without_enough_others_gives_up_and_takes_its_last_step_when_they_are_back(sea: Archipelago) -> None:
-    plans = [Plan(0, wait_seconds=8, train_iters=30), Plan(1, train_iters=30, dies_after=5)]
+    plans = [Plan(0, wait_seconds=12, train_iters=30), Plan(1, train_iters=30, dies_after=5)]
     first, _ = [sea.start(plan) for plan in plans]
     assert first.wait(60) == ["deserted"] * PARTS
     assert first.last_step() == 25

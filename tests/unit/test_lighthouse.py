@@ -43,9 +43,9 @@ def test_lighthouse_serves_more_islands_than_open_files_were_allowed() -> None:
         assert process.stdout is not None
         port = int(process.stdout.readline().split()[1].rstrip(":").rpartition(":")[2])
         for _ in range(_ISLANDS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
-        last = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
-        last.settimeout(10)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+        last = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+        last.settimeout(60)
         last.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert last.recv(4) == b"HTTP"
 
