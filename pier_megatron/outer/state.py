@@ -180,7 +180,7 @@ class OuterState:
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of fragments, of about equal size, that are exchanged at different times.
             offload: Whether the flat buffers are in host memory, pinned where there is a device to copy to.
-            segment_numel: Number, with error feedback, of elements of a chunk that this group sums for all, by the chunk's length.
+            segment_numel: Number of elements of a chunk, by its length, that this group sums for all; with error feedback only.
             device: Device of the main parameters, where there may be none.
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
 
