@@ -11,9 +11,9 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2047,
     "bridge": 541,
-    "commands": 3531,
-    "cpu": 622,
-    "exchange": 1954,
+    "commands": 3544,
+    "cpu": 623,
+    "exchange": 1955,
     "experiments": 4485,
     "integration": 5655,
     "megatron_api": 505,

@@ -16,8 +16,12 @@ from pathlib import Path
 from pier_megatron.errors import PierConfigError, division
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-# Options of srun whose values may be named like a program.
-_NAMES = ("-J", "--job-name", "-p", "--partition", "-A", "--account")
+# Options of srun that take no value; a value of any other one is joined with "=" or is the next word.
+_SWITCHES = frozenset(
+    "-E -H -I -K -O -Q -X -Z -k -l -s -u -v --contiguous --disable-status --exact --exclusive --help --hold --kill-on-bad-exit "
+    "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
+    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
+)
 _SHELLS = ("bash", "sh", "zsh", "dash")
 # What stands before a command without changing the environment that it finds, or only by assignments in sight.
 _TRANSPARENT = re.compile(r"(ba|z|da)?sh|env|exec|export|python[\d.]*")
@@ -59,7 +63,8 @@ def understood[R](parse: Callable[[list[str]], R], words: Sequence[str]) -> R:
         try:
             return parse(list(words))
         except SystemExit:
-            raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
+            # Help ends without a message.
+            raise PierConfigError((refusal.getvalue().strip() or f"{' '.join(words)} asks for help").splitlines()[-1]) from None
 
 
 def expanded(words: Sequence[str]) -> list[str]:
@@ -96,9 +101,11 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     variables = {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}
     if start is None:
         return Surroundings(variables=frozenset(variables | os.environ.keys()))
+    end = start
     # Options of what srun starts may have the same names.
-    programs = (place for place in range(start, len(before)) if shutil.which(before[place]))
-    end = next((place for place in programs if before[place - 1] not in _NAMES), len(before))
+    while end < len(before) and (word := before[end]).startswith("-"):
+        is_joined = "=" in word or (len(word) > 2 and not word.startswith("--"))
+        end += 1 if is_joined or word in _SWITCHES else 2
     options, _ = understood(_options().parse_known_args, before[start:end])
     # srun passes all variables on, unless --export names some.
     exported = options.export.split(",")

@@ -59,9 +59,10 @@ class EmulatedNodes:
                     _run(f"ip link set {device} up", holder)
         except subprocess.SubprocessError as error:
             self.__exit__()
-            said = getattr(error, "stderr", None) or ""
+            # What fails before a program is there has no text.
+            said = f"{error} {error.stderr.strip()}" if isinstance(error, subprocess.CalledProcessError) else "unshare failed."
             raise NoNetworkError(
-                f"{error} {said.strip()} It needs root or user namespaces (sysctl kernel.unprivileged_userns_clone, "
+                f"{said} It needs root or user namespaces (sysctl kernel.unprivileged_userns_clone, "
                 "user.max_user_namespaces), in a container --cap-add SYS_ADMIN,NET_ADMIN"
             ) from error
         return self

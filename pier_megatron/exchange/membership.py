@@ -308,8 +308,9 @@ class Membership:
         while True:
             quorum = self._client._quorum(
                 group_rank=0,
-                # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count.
-                step=time.time_ns(),
+                # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count. It grows,
+                # also when the island with the fastest clock has gone.
+                step=max(time.time_ns(), self._meeting[0] + 1),
                 checkpoint_metadata="",
                 shrink_only=False,
                 timeout=within,

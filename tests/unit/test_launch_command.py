@@ -39,7 +39,8 @@ def test_command_is_read(command: str) -> None:
         ("--nodes=2-4 --ntasks-per-node 8 --label --partition gpu", {}, (4, 8)),
         ("--ntasks 16 --ntasks-per-node 8", {}, (2, 8)),
         ("-N 4", {}, (4, 1)),
-        ("-J test --partition time -N 4", {}, (4, 1)),
+        ("-J test --qos time -N 4", {}, (4, 1)),
+        ("-N 4 -n 16 not_installed_here -n 3 -N 2", {}, (4, 4)),
         ("", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 4)),
         ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}, (4, 8)),
         ("-N 4 -n 16 -J name nice -n 10 -N 0", {}, (4, 4)),
@@ -59,6 +60,17 @@ def test_processes_that_srun_starts(
     assert (command.nodes, command.ranks_per_node) == step
     assert (command.launcher, command.has_plugin, command.script) == ("python", True, "pretrain_gpt.py")
     assert command.arguments == ("--lr", "1e-3")
+
+
+def test_options_in_the_text_of_a_shell_are_not_those_of_srun() -> None:
+    text = "ulimit -n 65536; torchrun --nnodes 2 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py"
+    command = LaunchCommand.parse(["srun", "-N", "2", "--ntasks-per-node", "1", "bash", "-c", text])
+    assert (command.surroundings.nodes, command.surroundings.tasks_per_node, command.ranks) == (2, 1, 16)
+
+
+def test_launcher_that_is_asked_for_help_is_refused() -> None:
+    with pytest.raises(PierConfigError, match="-h asks for help"):
+        LaunchCommand.parse(shlex.split("torchrun --nproc-per-node 1 -m pier_megatron -h"))
 
 
 def test_what_stands_around_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the demo; returns the exit status."""
+    if any(word.partition("=")[0] == "--train-iters" for word in options.arguments):
+        raise PierConfigError("-- --train-iters: the demo passes it to all trainings. Give --iterations instead.")
     output: Path = options.output.resolve()
     pier = ["--optimizer", "pier", "--pier-groups", "2", "--pier-sync-interval", str(options.sync_interval)]
     saving = ["--save-interval", str(options.iterations), "--save", str(output / "pier" / "checkpoint")]

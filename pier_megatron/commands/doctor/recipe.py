@@ -84,8 +84,12 @@ def _recipe(name: str, findings: Findings) -> Any:
         raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)()
+        recipe = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
+        raise PierConfigError(f"--recipe {name}: {error}") from error
+    try:
+        return recipe()
+    except ImportError as error:
         if not _is_of_transformer_engine(str(error)):
             raise PierConfigError(f"--recipe {name}: {error}") from error
         findings.notes.append(_UNKNOWN.format(error))

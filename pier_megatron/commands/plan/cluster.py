@@ -195,11 +195,11 @@ def _of_file(path: Path) -> Cluster:
     try:
         options, unknown = parser.parse_known_args([f"--{key}={value}" for key, value in entries.items()])
     except argparse.ArgumentError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+        raise argparse.ArgumentTypeError(f"{path}: {str(error).removeprefix('argument --')}") from None
     if unknown:
         key, known = unknown[0].removeprefix("--").partition("=")[0], [figure.metadata["key"] for figure in FIGURES]
         equal = f"plan knows equal nodes only; {ROUTES}" if key in ("nodes", "links") else ""
-        raise argparse.ArgumentTypeError(f"{path}: {key}: {equal or f'no such key{suggestion(key, known)}'}")
+        raise argparse.ArgumentTypeError(f"{path}: {key}: {equal or f'no such key{suggestion(key, known)}; see {_EXAMPLE}'}")
     needed = [figure for figure in FIGURES if figure.default is dataclasses.MISSING]
     if missing := [figure.metadata["key"] for figure in needed if getattr(options, figure.name) is None]:
         raise argparse.ArgumentTypeError(f"{path}: {', '.join(missing)} missing; see {_EXAMPLE}")
