@@ -66,7 +66,7 @@ def test_figures_out_of_range_are_refused_by_flag_and_by_key(
     lines = [line for line in _EXAMPLE.read_text().splitlines() if not line.startswith(key)]
     file = tmp_path / "mine.yaml"
     file.write_text("\n".join([*lines, f"{key}: '{value}'"]))
-    with pytest.raises(argparse.ArgumentTypeError, match=f"mine.yaml: argument --{key}: {value or '.empty.'}: must be a"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"mine.yaml: {key}: {value or '.empty.'}: must be a"):
         named_or_file(str(file))
 
 
@@ -85,7 +85,7 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
         ("just words", "must be lines of KEY: NUMBER"),
         ("memory: [", "no YAML"),
         ("memory: 2026-13-45", "no YAML"),
-        ("memory: true", "argument --memory: True: must be a number"),
+        ("memory: true", "mine.yaml: memory: True: must be a number"),
         (
             "nodes: [{name: a}]",
             "nodes: plan knows equal nodes only; python examples/skip_routes.py searches routes over unequal",
