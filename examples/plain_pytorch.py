@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--sync-interval", type=int, default=10)
     parser.add_argument("--preset", default="auto")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc-per-node 4 examples/plain_pytorch.py")
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -84,7 +84,7 @@ def expanded(words: Sequence[str]) -> list[str]:
 def _place_of_text(words: Sequence[str]) -> int | None:
     """Which word is the TEXT of ``bash -c TEXT``."""
     shells = (place for place, word in enumerate(words) if Path(word).name in _SHELLS)
-    return next((place + 2 for place in shells if re.fullmatch(r"-\w*c", "".join(words[place + 1 : place + 2]))), None)
+    return next((place + 2 for place in shells if words[place + 2 :] and re.fullmatch(r"-\w*c", words[place + 1])), None)
 
 
 def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:

@@ -43,7 +43,7 @@ _REFUSED = {
     f"{_JOB} --full-validation": ["--full-validation", "some have one more", "Use --eval-iters"],
     f"{_JOB} --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-lighthouse", "Save all"],
     f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
-    f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
+    f"{_JOB} --pier-island 2": ["--pier-island 2: must be from 0 to 1, below --pier-groups 2"],
     f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "no common state"],
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
     f"{_PIER} --pier-sync-seconds 60": ["--pier-sync-seconds 60.0", "--pier-lighthouse", "--pier-sync-interval alone"],

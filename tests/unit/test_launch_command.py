@@ -68,6 +68,11 @@ def test_options_in_the_text_of_a_shell_are_not_those_of_srun() -> None:
     assert (command.surroundings.nodes, command.surroundings.tasks_per_node, command.ranks) == (2, 1, 16)
 
 
+def test_shell_without_a_text_starts_nothing() -> None:
+    with pytest.raises(PierConfigError, match="no torchrun in this command, and no python"):
+        LaunchCommand.parse(["srun", "--nodes", "8", "bash", "-c"])
+
+
 def test_launcher_that_is_asked_for_help_is_refused() -> None:
     with pytest.raises(PierConfigError, match="-h asks for help"):
         LaunchCommand.parse(shlex.split("torchrun --nproc-per-node 1 -m pier_megatron -h"))

@@ -67,7 +67,9 @@ class Machine:
         if status:
             print(f"\nThe training failed with status {status}; its logs are in {folder}. Their ends:", file=sys.stderr)
             for log in logs:
-                print("\n".join(log.read_text(errors="replace").splitlines()[-25:]), file=sys.stderr)
+                lines = log.read_text(errors="replace").splitlines()
+                # The launcher's own report follows what a script has printed.
+                print("\n".join([line for line in lines[:-25] if "error: " in line] + lines[-25:]), file=sys.stderr)
         return status
 
     def _launcher(self, node: int) -> list[str]:

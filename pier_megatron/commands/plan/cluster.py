@@ -198,8 +198,10 @@ def _of_file(path: Path) -> Cluster:
         raise argparse.ArgumentTypeError(f"{path}: {str(error).removeprefix('argument --')}") from None
     if unknown:
         key, known = unknown[0].removeprefix("--").partition("=")[0], [figure.metadata["key"] for figure in FIGURES]
-        equal = f"plan knows equal nodes only; {ROUTES}" if key in ("nodes", "links") else ""
-        raise argparse.ArgumentTypeError(f"{path}: {key}: {equal or f'no such key{suggestion(key, known)}; see {_EXAMPLE}'}")
+        why = f"no such key{suggestion(key, known) or '.'} Known: {', '.join(known)}"
+        if key in ("nodes", "links"):
+            why = f"plan knows equal nodes only; {ROUTES}"
+        raise argparse.ArgumentTypeError(f"{path}: {key}: {why}")
     needed = [figure for figure in FIGURES if figure.default is dataclasses.MISSING]
     if missing := [figure.metadata["key"] for figure in needed if getattr(options, figure.name) is None]:
         raise argparse.ArgumentTypeError(f"{path}: {', '.join(missing)} missing; see {_EXAMPLE}")

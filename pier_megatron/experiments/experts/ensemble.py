@@ -227,7 +227,7 @@ def _said(error: Any) -> str:
         sections: dict[str, type[_Section]] = {"sizes": Size, "domains": Domain, "machines": Machines}
         section = sections.get(outer[0] if outer else "", Ensemble)
         known = [field.alias or name for name, field in section.model_fields.items()]
-        return f"{where}: no such key{suggestion(key, known)} Known here: {', '.join(known)}"
+        return f"{where}: no such key{suggestion(key, known) or '.'} Known here: {', '.join(known)}"
     if error["type"] == "value_error":
         return f"{where}: {error['ctx']['error']}"
     return f"{where}: {'' if error['type'] == 'missing' else f'{given!r}: '}{error['msg']}"
