@@ -183,14 +183,14 @@ def _divisors(number: int) -> str:
 
 def _check_job(args: argparse.Namespace) -> None:
     groups, island = args.pier_groups, args.pier_island
-    if groups is not None and island is not None and island >= groups:
-        raise PierConfigError(f"--pier-island {island}: must be from 0 to {groups - 1}, below --pier-groups {groups}.")
     if groups is None or island is None:
         raise PierConfigError(
             f"--pier-lighthouse {args.pier_lighthouse}: also say with --pier-groups how many islands there may be at most, and "
             f"with --pier-island which of them this job is, from 0; given are --pier-groups {groups} and "
             f"--pier-island {island}."
         )
+    if island >= groups:
+        raise PierConfigError(f"--pier-island {island}: must be from 0 to {groups - 1}, below --pier-groups {groups}.")
 
 
 def _number_of_nodes() -> int:

@@ -163,7 +163,8 @@ class ElasticSteps(OuterSteps):
                 refusal, outcome = error, Outcome.REFUSED
             except (RuntimeError, OSError, ValueError) as error:
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
-                print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                print(f" Pier: {where}: {said}; tries again", flush=True)
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
             # The ranks of an island decide together: one that ended or continued alone would leave the others waiting.
             of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
@@ -215,8 +216,7 @@ class ElasticSteps(OuterSteps):
             round_.begin()
             round_.arrive()
             restarted = super().restart(round_, source[_ITERATION])
-        refusal = behind.get(exchange.rank)
-        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, refusal)
+        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, behind.get(exchange.rank))
 
     def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
@@ -279,7 +279,3 @@ def refusals_of(standings: Sequence[Standing], present: Sequence[int]) -> dict[i
                 "to --pier-groups less 1."
             )
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

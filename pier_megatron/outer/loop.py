@@ -79,9 +79,8 @@ class OuterLoop:
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
         self.reports = OuterStepReports(config, report, self.device)
-        self.steps = OuterSteps(config, self.share, self.reports, sites)
-        if islands is not None:
-            self.steps = ElasticSteps(config, self.share, self.reports, sites, islands)
+        parts = (config, self.share, self.reports, sites)
+        self.steps = OuterSteps(*parts) if islands is None else ElasticSteps(*parts, islands)
 
     @classmethod
     def for_optimizer(

@@ -52,8 +52,7 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
     written = (ANCHOR, *rule.memory)
     for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
         # The own pseudo-gradient is the mean.
-        staged.chunk.copy_parameters_to(staged.shared)
-        torch.sub(staged.anchor, staged.shared, out=staged.shared)
+        staged.subtract_parameters(staged.shared)
         rule.update(staged, is_alone=False)
         staged.chunk.copy_parameters_to(staged.anchor)
         staged.give_back(written)
@@ -290,8 +289,7 @@ class OuterRound:
 
     def _subtract(self, staged: Staged) -> None:
         """Takes the pseudo-gradient, ``own = anchor - parameters``; zero if this group does not count."""
-        staged.chunk.copy_parameters_to(staged.own)
-        torch.sub(staged.anchor, staged.own, out=staged.own)
+        staged.subtract_parameters(staged.own)
         if not self.verdicts.own_counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
 

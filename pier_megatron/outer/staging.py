@@ -67,6 +67,11 @@ class Staged:
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
+    def subtract_parameters(self, into: Tensor) -> None:
+        """Computes ``anchor - parameters`` into one of the work buffers."""
+        self.chunk.copy_parameters_to(into)
+        torch.sub(self.anchor, into, out=into)
+
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
         if self.lent is None:

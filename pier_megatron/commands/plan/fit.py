@@ -79,12 +79,12 @@ def _changes(
 ) -> Iterator[tuple[list[str], argparse.Namespace, PierConfig | None]]:
     """Changes of a job that take less memory: flags that are added, and the job with them."""
     sizes = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
-    changes: list[dict[str, object]] = [{"micro_batch_size": size} for size in sizes]
+    changes, of_pier = [dict[str, object](micro_batch_size=size) for size in sizes], _settings(args, config)
     for values in (*changes, {"micro_batch_size": 1, "recompute_granularity": "full"}):
         size = values["micro_batch_size"]
         flags = [] if size == args.micro_batch_size else [f"--micro-batch-size {size}"]
         flags += [RECOMPUTE] if "recompute_granularity" in values else []
-        for more, changed in _settings(args, config).items():
+        for more, changed in of_pier.items():
             yield [*flags, *more], argparse.Namespace(**vars(args) | values), changed
 
 
