@@ -5,6 +5,7 @@ import copy
 import datetime
 import faulthandler
 import functools
+import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -157,14 +158,18 @@ def _logged(config: PierConfig) -> list[str]:
 
 
 def _at_a_signal(args: argparse.Namespace) -> str:
-    if args.exit_signal_handler:
-        name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-        others = "" if name == "SIGINT" else "; Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)"
-        return f"--exit-signal-handler: at {name} the job saves and ends with the next outer step{others}"
-    return (
-        "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves and ends with the next outer "
-        "step at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C)"
-    )
+    if not args.exit_signal_handler:
+        return (
+            "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves and ends with the next outer "
+            "step at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C)"
+        )
+    name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
+    said = [f"--exit-signal-handler: at {name} the job saves and ends with the next outer step"]
+    if name != "SIGINT":
+        said.append("Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)")
+    if dist.is_torchelastic_launched() and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        said.append("torchrun kills it 30 s after the signal (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
+    return "; ".join(said)
 
 
 def _own_rank(config: PierConfig) -> Rank:
