@@ -20,16 +20,24 @@ def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: A
     ends = other.wait(60)
     assert len(ends) == PARTS
     assert all(said.startswith(refusal.format(2, "3 here and 2 there")) for said in ends)
-    ends = sea.start(Plan(2, seed=1)).wait(60)
-    assert len(ends) == PARTS
-    assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
-    assert all("--seed" in said for said in ends)
     sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
     second.die_in_a_sum()
     others = [sea.start(Plan(index, layout=4)) for index in (3, 4, 5)]
     for other in others:
         assert all(said.startswith(refusal.format(other.index, "4 here and 2 there")) for said in other.wait(60))
     sea.go_on([first, sea.start(Plan(1))], seconds=60)
+    sea.check()
+
+
+@pytest.mark.parametrize("sea", [3], indirect=True)
+def test_an_island_with_other_weights_is_refused(sea: Archipelago) -> None:
+    # It comes with the others: it would take over the anchor of islands that have begun.
+    first, second, other = [sea.start(Plan(index, seed=int(index == 2))) for index in range(3)]
+    ends = other.wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
+    assert all("--seed" in said for said in ends)
+    sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
     sea.check()
 
 
