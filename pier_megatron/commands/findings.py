@@ -39,8 +39,3 @@ class Findings:
             return "will not start"
         number = len(self.warnings)
         return f"{number} {'warning' if number == 1 else 'warnings'}" if number else "OK"
-
-    @property
-    def status(self) -> int:
-        """Exit status."""
-        return 1 if self.errors else 0

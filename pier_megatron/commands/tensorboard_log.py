@@ -56,10 +56,3 @@ class TensorBoardLog:
             for name in tags["tensors"]
             if name.endswith(suffix)
         }
-
-    def mean(self, name: str) -> list[tuple[int, float]]:
-        """A scalar with repeated values averaged: after its last iteration Megatron evaluates three times."""
-        series, found = self.scalars.get(name, Series((), (), ())), dict[int, list[float]]()
-        for step, value in zip(series.steps, series.values, strict=True):
-            found.setdefault(step, []).append(value)
-        return [(step, sum(values) / len(values)) for step, values in sorted(found.items())]

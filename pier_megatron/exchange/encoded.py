@@ -16,30 +16,6 @@ def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:
     return tensor.is_floating_point() and parts * codec.nbytes(padded(tensor.numel() // parts)) < tensor.nbytes
 
 
-def pack(tensor: Tensor, codec: Codec, parts: int = 1) -> Tensor:
-    """Encodes a tensor of any shape and floating-point type in equal parts; uint8 of shape ``[parts, bytes]``."""
-    return encode(codec, as_rows(tensor, parts))
-
-
-def as_rows(tensor: Tensor, parts: int) -> Tensor:
-    """Equal parts of a tensor, each filled up with zeros to whole blocks; float32 of shape ``[parts, n]``, may be a view."""
-    rows = tensor.detach().reshape(parts, -1)
-    missing = padded(rows.shape[1]) - rows.shape[1]
-    return torch.nn.functional.pad(rows.float(), (0, missing)) if missing else rows.float()
-
-
-def payload_like(tensor: Tensor, codec: Codec) -> Tensor:
-    """Where a payload of :func:`pack` for a tensor like this one can arrive."""
-    return torch.empty(1, codec.nbytes(padded(tensor.numel())), dtype=torch.uint8, device=tensor.device)
-
-
-def unpack(payloads: Tensor, codec: Codec, into: Tensor) -> None:
-    """Decodes what :func:`pack` has made of a tensor of that shape, in place."""
-    parts = len(payloads)
-    with torch.no_grad():
-        into.copy_(decode(codec, payloads)[:, : into.numel() // parts].reshape(into.shape))
-
-
 def gather_into(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Begins to collect tensors of one shape from all ranks, in one tensor."""
     # The name from PyTorch 2.13 on, which warns of the older one.

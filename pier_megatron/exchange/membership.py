@@ -24,7 +24,7 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
 from pier_megatron.exchange.silence import REMEMBERED, SECONDS, Meeting, lost_peer, neighbours
-from pier_megatron.exchange.topology import NAMED
+from pier_megatron.exchange.topology import NAMED, some_of
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
@@ -299,9 +299,13 @@ class Membership:
             )
         if others:
             raise RuntimeError(f"islands of another run end: {[island_of(list(known)[place]) for place in others]}")
+        before = set(self._admitted)
+        for what, names in (("gone", before - known.keys()), ("new", known.keys() - before)):
+            if before and names:
+                who = some_of(str(island_of(name)) for name in sorted(names))
+                print(f" Pier: {len(known)} of {self._most} islands are there; {what}: {who}", flush=True)
         # Not the store that the lighthouse names: that could be a stranger's.
-        first = next(iter(known.values()))
-        return {"admitted": list(known), "store": first["store"]}
+        return {"admitted": list(known), "store": next(iter(known.values()))["store"]}
 
     def _ask(self, within: datetime.timedelta) -> Description:
         patience = 0.0

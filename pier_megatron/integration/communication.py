@@ -80,13 +80,11 @@ def in_the_group[**P, R](function: Callable[P, R], optimizer: "PierOptimizer", /
         return function(*args, **kwargs)
 
 
-@current.in_pier_runs
+@current.in_the_local_phase
 def vote_of_those_who_average(
-    reduce_any: Callable[..., bool | tuple[bool, ...]], optimizer: "PierOptimizer", machine: object, value: bool | list[bool]
+    _: Callable[..., bool | tuple[bool, ...]], optimizer: "PierOptimizer", machine: object, value: bool | list[bool]
 ) -> bool | tuple[bool, ...]:
-    """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
-    if not optimizer.loop.is_local:
-        return reduce_any(machine, value)
+    """Asks only the own group whether an iteration has to be run again: the others train on other parameters."""
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(votes, group=own_ranks())
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)

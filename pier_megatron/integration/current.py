@@ -48,11 +48,9 @@ def in_the_local_phase[**P, R](
 ) -> Callable[Concatenate[Callable[..., R], P], R]:
     """Does the same as :func:`in_pier_runs`, but only in iterations of the local phase."""
 
+    @in_pier_runs
     @functools.wraps(around)
-    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        optimizer = pier_optimizer()
-        if optimizer is None or not optimizer.loop.is_local:
-            return function(*args, **kwargs)
-        return around(function, optimizer, *args, **kwargs)
+    def choose(function: Callable[..., R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return around(function, optimizer, *args, **kwargs) if optimizer.loop.is_local else function(*args, **kwargs)
 
     return choose

@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 
-@current.in_pier_runs
+@current.in_the_local_phase
 def log_own_group[R](training_log: Callable[..., R], optimizer: "PierOptimizer", /, *args: object, **kwargs: object) -> R:
     """Logs what this group has seen, marked as such, and keeps its loss and gradient norm for the next outer step's report."""
     loop = optimizer.loop
-    if not loop.is_local:
-        return training_log(*args, **kwargs)
     given = versions.given(training_log, args, kwargs)
     # Megatron's first loss is that of the language model; stages before the last one have none.
     losses = [] if given["skipped_iter"] else list(given["loss_dict"].values())

@@ -164,7 +164,7 @@ def _at_a_signal(args: argparse.Namespace) -> str:
             "step at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C)"
         )
     name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-    said = [f"--exit-signal-handler: at {name} the job saves and ends with the next outer step"]
+    said = [f"--exit-signal-handler: at {name} the job saves and ends with the next outer step, in the lazy start at once"]
     if name != "SIGINT":
         said.append("Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)")
     if dist.is_torchelastic_launched() and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:

@@ -9,9 +9,9 @@ import one_gpu
 import torch
 import torch.distributed as dist
 
-from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.exchange.codecs import CODECS, padded
 from pier_megatron.exchange.collectives import GroupExchange, Residual
-from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, as_rows
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter
 from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
@@ -95,9 +95,12 @@ def together(codec: str, exactly: bool) -> dict[str, list[list[torch.Tensor]]]:
 def in_parts(codec: str, steps: int = 2) -> dict[str, list[torch.Tensor]]:
     """A reduce-scatter with error feedback and a gather of what it left, apart from any sum; parts are no whole blocks."""
     scattered, gathered = [], []
-    dropped = torch.zeros(as_rows(vector(0), dist.get_world_size()).numel(), device=DEVICE)
+    size = dist.get_world_size()
+    filled_up = padded(len(vector(0)) // size)
+    dropped = torch.zeros(size * filled_up, device=DEVICE)
     for step in range(steps):
-        parts = as_rows(vector(dist.get_rank(), step), dist.get_world_size())
+        parts = torch.zeros(size, filled_up, device=DEVICE)
+        parts[:, : len(vector(0)) // size] = vector(dist.get_rank(), step).view(size, -1)
         scattered.append(next(ReduceScatter(Payloads([parts], CODECS[codec], [dropped]), None).result()))
         gathered.append(next(AllGather(Payloads([scattered[-1]], CODECS[codec]), None).result()))
     return {"scattered": [part.cpu() for part in scattered], "gathered": [parts.cpu() for parts in gathered]}

@@ -144,6 +144,8 @@ def test_pages_say_what_the_planner_says() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("", "--cluster: not given. Name perlmutter, vista,"),
+        ("--clustr vista", "--clustr: plan does not know it. Did you mean --cluster?"),
         ("--node-bandwidth -5", "argument --node-bandwidth: -5: must be a number in (0, 1000000]"),
         ("--nodes-per-site 2", "--nodes-per-site without site-bandwidth: give both"),
         ("--log nowhere", "argument --log: nowhere: no such file"),
@@ -153,7 +155,7 @@ def test_pages_say_what_the_planner_says() -> None:
     ],
 )
 def test_values_that_cannot_be(flags: str, said: str) -> None:
-    refusal = plan(f"--cluster perlmutter {flags}", _XL)
+    refusal = plan(flags if flags.startswith("--clu") or not flags else f"--cluster perlmutter {flags}", _XL)
     assert refusal.status == 2
     assert said in refusal.error
     assert "Traceback" not in refusal.error

@@ -45,6 +45,10 @@ def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> N
     assert steps[joined]["verdicts"] == [GOOD, GOOD, ABSENT]
     assert steps[joined + INTERVAL]["verdicts"] == [GOOD] * 3
     assert steps[max(steps)]["islands"] == [0, 2]
+    assert [line.strip() for line in first.log().splitlines() if "islands are there" in line] == [
+        f"Pier: {number} of 3 islands are there; {change}"
+        for number, change in ((3, "new: 2"), (2, "gone: 2"), (3, "new: 2"), (2, "gone: 1"))
+    ]
 
 
 def test_an_island_that_misses_the_last_message_counts_in_that_step_and_is_left_behind(sea: Archipelago) -> None:

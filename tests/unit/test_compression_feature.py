@@ -6,10 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.codecs import CODECS, padded
+from pier_megatron.experiments.compression import activations, traffic
 from pier_megatron.experiments.compression import feature as compression
-from pier_megatron.experiments.compression import traffic
 from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
 
@@ -202,3 +205,34 @@ def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:
         "3.500 MB in int8, 14.000 MB without",
         "5.500 MB in int8, 22.000 MB without",
     ]
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    name=st.sampled_from(
+        [
+            ("bf16", 2**-8),
+            ("int12", 0.5001 / 2047),
+            ("int8", 0.5001 / 127),
+            ("int4", 0.5001 / 7),
+            ("int2", 0.51 / 2),
+            ("int1", 0.51),
+        ]
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    magnitude=st.floats(-3, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_tensor_arrives_within_half_a_step(
+    shape: tuple[int, ...], name: tuple[str, float], dtype: torch.dtype, magnitude: float, seed: int
+) -> None:
+    codec, step = CODECS[name[0]], name[1]
+    original = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**magnitude).to(dtype)
+    payload = activations.pack(original, codec)
+    assert payload.shape == (1, codec.nbytes(padded(original.numel())))
+    arrived = torch.empty_like(original, requires_grad=True)
+    activations.unpack(payload, codec, arrived)
+    # The step of a block, plus the rounding of the tensor's own type.
+    bound = step * original.float().abs().max() + torch.finfo(dtype).eps * original.float().abs()
+    assert ((arrived.float() - original.float()).abs() <= bound + torch.finfo(dtype).tiny).all()

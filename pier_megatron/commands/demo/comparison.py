@@ -122,9 +122,10 @@ def _bytes(log: TensorBoardLog, config: PierConfig) -> list[str]:
     """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
     from pier_megatron.outer.report import SCALAR_PREFIX
 
-    sent = [nbytes * int(log.arguments["world_size"]) / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
-    if not sent or config.exchange_dtype != "fp32" or config.fragments > 1:
+    series = log.scalars.get(f"{SCALAR_PREFIX}bytes-sent")
+    if series is None or config.exchange_dtype != "fp32" or config.fragments > 1:
         return []
+    sent = [nbytes * int(log.arguments["world_size"]) / 1e6 for nbytes in series.values]
     pier, synchronous = sent[0] * config.lazy_start + sum(sent), sent[0] * config.train_iters
     what = f"({config.lazy_start} synchronous iterations, {len(sent)} outer steps)"
     return [f"Crossed the groups: {pier:,.0f} MB with Pier {what}, {synchronous:,.0f} MB without"]

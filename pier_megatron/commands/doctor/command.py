@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.start and not findings.errors:
         _start(options.command, findings)
     print(findings.verdict, flush=True)
-    return findings.status
+    return int(bool(findings.errors))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -130,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         type=named_or_file,
-        required=True,
         metavar="NAME|FILE",
         help=f"where the job runs: {', '.join(CLUSTERS)}, or a file such as {_EXAMPLE}",
     )
@@ -153,8 +152,11 @@ def chosen(options: argparse.Namespace) -> Cluster:
     """The cluster of ``--cluster``, with the figures that other flags override.
 
     Raises:
-        argparse.ArgumentTypeError: If sites are described by halves.
+        argparse.ArgumentTypeError: If none is given, or sites are described by halves.
     """
+    if options.cluster is None:
+        # Not by argparse, which would say so of a misspelt flag.
+        raise argparse.ArgumentTypeError(f"cluster: not given. Name {', '.join(CLUSTERS)}, or a file such as {_EXAMPLE}")
     changed = _given(options)
     if "node_bandwidth" in changed:
         changed["is_of_data_sheets"] = False

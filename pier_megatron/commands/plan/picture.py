@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.ways import COMPUTE, OWN, SYNCHRONOUS
+from pier_megatron.errors import PierConfigError
 
 _COLORS = {SYNCHRONOUS: "#b2473e", OWN: "#2f6f9f", COMPUTE: "#777777"}
 
@@ -34,6 +35,9 @@ def draw(plan: Plan, path: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=9)
     figure.suptitle("\n".join(textwrap.wrap(plan["verdict"], 100, break_on_hyphens=False)), fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise PierConfigError(f"--plot {path}: {error.strerror}. Name another file.") from error
     pyplot.close(figure)

@@ -32,7 +32,8 @@ def _table(plan: Plan) -> list[str]:
     for name, row in plan["rows"].items():
         found.append(
             f"{f'  with {name}' if name.startswith('--') else name:40} {row['seconds'] * 1e3:9,.0f} {row['gain']:10.2f} "
-            f"{row['days']:8.2f} {row['days'] * 24 * plan['gpus']:11,.0f}{'' if row['fits'] else '  does not fit'}"
+            f"{row['days']:8.{2 if row['days'] >= 0.1 else 4}f} {row['days'] * 24 * plan['gpus']:11,.0f}"
+            + ("" if row["fits"] else "  does not fit")
         )
     return found
 

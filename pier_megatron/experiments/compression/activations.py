@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import Codec
-from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
+from pier_megatron.exchange.codecs import Codec, padded
+from pier_megatron.exchange.coding import decode, encode
+from pier_megatron.exchange.encoded import saves_bytes
 from pier_megatron.experiments.compression.buckets import Handle
 from pier_megatron.experiments.compression.traffic import codec_in_force, count
 
@@ -23,7 +25,7 @@ def transfer(start: Callable[..., dict[str, Handle] | list[Handle]], /, **given:
             payloads[name] = pack(tensor, codec)
             count("pp", payloads[name].nbytes, tensor.nbytes)
         else:
-            payloads[name] = payload_like(tensor, codec)
+            payloads[name] = tensor.new_empty(1, codec.nbytes(padded(tensor.numel())), dtype=torch.uint8)
     requests = start(**given | payloads)
     arrivals = {name: _Arrival(codec, payloads[name], tensor) for name, tensor in tensors.items() if "_recv_" in name}
     if isinstance(requests, dict):
@@ -38,6 +40,18 @@ def transfer(start: Callable[..., dict[str, Handle] | list[Handle]], /, **given:
 def transfer_along_route(send: Callable[..., object], start: Callable[..., dict[str, Handle]], /, **given: object) -> object:
     """Sends activations past skipped stages in a codec's bytes."""
     return send(functools.partial(transfer, start), **given)
+
+
+def pack(tensor: Tensor, codec: Codec) -> Tensor:
+    """Encodes a tensor of any shape and floating-point type, filled up with zeros to whole blocks; uint8, ``[1, bytes]``."""
+    row = tensor.detach().reshape(1, -1).float()
+    return encode(codec, torch.nn.functional.pad(row, (0, padded(row.numel()) - row.numel())))
+
+
+def unpack(payload: Tensor, codec: Codec, into: Tensor) -> None:
+    """Decodes what :func:`pack` has made of a tensor of that shape, in place."""
+    with torch.no_grad():
+        into.copy_(decode(codec, payload)[0, : into.numel()].view(into.shape))
 
 
 class _Arrival:
