@@ -141,7 +141,7 @@ def with_outer_loop(
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if dist.get_rank() == 0:
         who = elastic_island.describe(config) if is_elastic else topology.describe()
-        who += [_at_a_signal(args), *_logged(config)]
+        who += [_at_a_signal(args, config), *_logged(config)]
         print(words(startup.describe(who, topology, loop, cautions.warnings(args, config))), flush=True)
     loop.rehearse()
     current.set_optimizer(pier)
@@ -157,14 +157,15 @@ def _logged(config: PierConfig) -> list[str]:
     return [f"Megatron logs losses and norms of one group in the local phase; outer-step lines log {logged}"]
 
 
-def _at_a_signal(args: argparse.Namespace) -> str:
+def _at_a_signal(args: argparse.Namespace, config: PierConfig) -> str:
+    when = "at once" if config.lighthouse is not None else "with the next outer step, in the lazy start at once"
     if not args.exit_signal_handler:
         return (
-            "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves and ends with the next outer "
-            "step at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C)"
+            "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves at SIGTERM, or at --exit-signal "
+            f"(SIGINT: Ctrl-C), and ends {when}"
         )
     name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-    said = [f"--exit-signal-handler: at {name} the job saves and ends with the next outer step, in the lazy start at once"]
+    said = [f"--exit-signal-handler: at {name} the job saves and ends {when}"]
     if name != "SIGINT":
         said.append("Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)")
     if dist.is_torchelastic_launched() and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
@@ -179,8 +180,7 @@ def _own_rank(config: PierConfig) -> Rank:
     peers = [rank] if between is None else dist.get_process_group_ranks(between)
     tensor_parallel = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())[0]
     node = node_name()
-    domain = domain_name(rank, node, config.ranks_per_domain)
-    return Rank(rank, node, domain, peers.index(rank), tensor_parallel, peers[0])
+    return Rank(rank, node, domain_name(rank, node, config.ranks_per_domain), peers.index(rank), tensor_parallel, peers[0])
 
 
 def _report(report: OuterStepReport) -> None:

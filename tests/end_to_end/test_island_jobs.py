@@ -181,6 +181,7 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
             joins.wait_for("Start quorum")
             (tmp_path / "go on with 6").touch()
             assert [attempt.wait() for attempt in (alone, joins)] == [0, 0]
+    assert "--exit-signal (SIGINT: Ctrl-C), and ends at once\n" in alone.log
     assert "island 1 joins the others at iteration 8" in joins.log
     assert "rests for 1 iterations, until the outer step after iteration 16" in joins.log
     assert "rests for 1 iterations, until the outer step after iteration 20" in joins.log
