@@ -261,7 +261,7 @@ class PierConfig(RunSchedule):
         )
 
     def check_interval(self, flag: str, interval: int, purpose: str, remedy: str = "") -> None:
-        """Refuses an interval at which the groups would not agree on the parameters.
+        """Refuses an interval at which the groups would not agree on the parameters; after the last iteration they do.
 
         Args:
             flag: Flag that sets the interval.
@@ -272,7 +272,7 @@ class PierConfig(RunSchedule):
         Raises:
             PierConfigError: If the interval is no multiple of the sync interval.
         """
-        if interval % self.sync_interval == 0 or interval > self.train_iters:
+        if interval % self.sync_interval == 0 or interval >= self.train_iters:
             return
         why = f"{purpose} would find groups whose parameters have drifted apart"
         raise no_multiple(f"{flag} {interval}", interval, self.sync_interval, why, remedy)

@@ -123,8 +123,9 @@ def test_intervals_must_meet_the_outer_steps() -> None:
         config.check_interval("--save-interval", 100, "saving")
 
 
-def test_interval_longer_than_the_run_never_comes() -> None:
-    PierConfig(train_iters=1000, groups=2, sync_interval=30).check_interval("--save-interval", 10_000, "saving")
+@pytest.mark.parametrize("interval", [1000, 10_000])
+def test_interval_as_long_as_the_run_ends_with_it_and_a_longer_one_never_comes(interval: int) -> None:
+    PierConfig(train_iters=1000, groups=2, sync_interval=30).check_interval("--save-interval", interval, "saving")
 
 
 def test_warnings() -> None:

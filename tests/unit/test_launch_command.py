@@ -62,6 +62,20 @@ def test_processes_that_srun_starts(
     assert command.arguments == ("--lr", "1e-3")
 
 
+@pytest.mark.parametrize(
+    ("words", "script", "is_module"),
+    [
+        ("train.py", "train.py", False),
+        ("-m my.train", "my.train", True),
+        ("-m pier_megatron train.py", "train.py", False),
+    ],
+)
+def test_python_alone_starts_one_process(words: str, script: str, is_module: bool) -> None:
+    command = LaunchCommand.parse(["python", *words.split()])
+    assert (command.nodes, command.ranks_per_node) == (1, 1)
+    assert (command.script, command.is_module) == (script, is_module)
+
+
 def test_options_in_the_text_of_a_shell_are_not_those_of_srun() -> None:
     text = "ulimit -n 65536; torchrun --nnodes 2 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py"
     command = LaunchCommand.parse(["srun", "-N", "2", "--ntasks-per-node", "1", "bash", "-c", text])

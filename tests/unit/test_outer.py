@@ -20,7 +20,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
-from pier_megatron.outer.memory import rounds_at_once
+from pier_megatron.outer.memory import host_bytes, rounds_at_once
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
@@ -474,6 +474,11 @@ def test_segments_are_whole_blocks_of_a_groups_part(numel: int, groups: int, exp
 def test_rounds_under_way_at_once(overlap: int, fragments: int, expected: int) -> None:
     config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
     assert rounds_at_once(config) == expected
+
+
+def test_offloaded_islands_keep_the_chunks_of_one_round() -> None:
+    config = PierConfig(train_iters=100, groups=2, lighthouse="http://other", island=0, offload=True, chunk_mib=1)
+    assert host_bytes(config, 3 * 2**18, is_pinned=False) == (2 * 3 + 3) * 2**20
 
 
 class _OnlyExactly(GroupExchange):
