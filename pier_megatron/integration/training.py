@@ -152,8 +152,7 @@ def _logged(config: PierConfig) -> list[str]:
     if config.groups == 1:
         return []
     means = "means over all groups" if config.sites is None else "means over one group of each site"
-    alone = config.lighthouse is not None or not config.has_common_anchor
-    logged = "those of this group" if alone else means
+    logged = means if config.lighthouse is None and config.has_common_anchor else "those of this group"
     return [f"Megatron logs losses and norms of one group in the local phase; outer-step lines log {logged}"]
 
 
@@ -165,7 +164,8 @@ def _at_a_signal(args: argparse.Namespace, config: PierConfig) -> str:
             f"(SIGINT: Ctrl-C), and ends {when}"
         )
     name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-    said = [f"--exit-signal-handler: at {name} the job saves and ends {when}"]
+    saves = "saves and" if args.save is not None else "(nothing is saved without --save)"
+    said = [f"--exit-signal-handler: at {name} the job {saves} ends {when}"]
     if name != "SIGINT":
         said.append("Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)")
     if dist.is_torchelastic_launched() and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:

@@ -96,6 +96,11 @@ def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: di
         assert 0.75 * rank["parameters"] < sent < 0.8 * rank["parameters"]
 
 
+def test_a_job_that_saves_nothing_says_so_of_signals(runs: dict[str, Recorded]) -> None:
+    said = "--exit-signal-handler: at SIGTERM the job (nothing is saved without --save) ends with the next outer step"
+    assert said in runs["PP 2, everything that asks"].printed
+
+
 def test_barriers_of_all_groups_are_seen(runs: dict[str, Recorded]) -> None:
     assert {found.name for iteration in _SILENT for found in crossing(runs["together at the log"], iteration)} == {"barrier"}
 
