@@ -99,11 +99,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site goes to runs/docs; tests/pages hold the pages to the code and to their records, and train the jobs that they show. A link that leads nowhere in this repository is an error, and so is a page without a place that conf.py does not name.
+# The site goes to runs/docs; tests/pages hold the pages to the code and to their records, and train the jobs that they show; what made the records is tested with them. A link that leads nowhere in this repository is an error, and so is a page without a place that conf.py does not name.
 SPHINX = $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs
 docs: setup
 	$(SPHINX) --builder dirhtml . runs/docs
-	$(BIN)/python -m pytest -q --numprocesses 2 tests/pages
+	$(BIN)/python -m pytest -q --numprocesses 2 tests/pages study benchmarks/gpu
 
 # Also those into the Internet; by hand.
 links: setup

@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import one_gpu
 import pytest
 
-sys.path += [str(Path(__file__).parents[2] / "benchmarks" / folder) for folder in ("", "gpu")]
-
-import inventory
-import suites
-from table import Results, Row, SkippedError, write_whole
-
-pytestmark = pytest.mark.slow
-
 _REPOSITORY = Path(__file__).parents[2]
-_RUN = _REPOSITORY / "benchmarks" / "gpu" / "run.py"
+_RUN = Path(__file__).with_name("run.py")
+sys.path += [str(_REPOSITORY / folder) for folder in ("benchmarks", "tools")]
+
+import inventory  # noqa: E402
+import one_gpu  # noqa: E402
+import suites  # noqa: E402
+from table import Results, Row, SkippedError, write_whole  # noqa: E402
 
 
 @pytest.fixture(scope="module")
