@@ -188,7 +188,7 @@ class OuterRound:
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
-        self.kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self.chunks], [], True
+        self.kept, self._under_way = [staging.keep() for staging, _ in self.chunks], []
         sizes = [chunk.numel for _, chunk in self.chunks]
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum)):
             for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):

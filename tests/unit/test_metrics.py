@@ -115,11 +115,13 @@ def test_spread_is_the_deviation_of_weights() -> None:
     assert spread(sums[:1], 1) is None
 
 
-def report_of(verdicts: tuple[int, ...], sums: torch.Tensor) -> OuterStepReport:
+def report_of(
+    verdicts: tuple[int, ...], sums: torch.Tensor, members: tuple[int, ...] = (0, 1, 2), **settings: int
+) -> OuterStepReport:
     round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
     round_.verdicts.all.return_value, round_.verdicts.counted = verdicts, [said == GOOD for said in verdicts]
-    round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
-    config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
+    round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = members[: len(verdicts)], 0, 0.0
+    config = PierConfig(20, **{"groups": 3} | settings, sync_interval=4, lazy_start_iters=0, preset="diloco")
     return OuterStepReports(config, print, torch.device("cpu")).report_of(round_, sums, [])
 
 
@@ -129,6 +131,11 @@ def test_group_left_out_does_not_count() -> None:
     report = report_of((GOOD, NOT_FINITE), sums)
     assert (report.pseudo_gradient_norm, report.momentum_norm) == pytest.approx((3.0, 2.0))
     assert (report.cosine_min, report.cosine_mean, report.not_finite) == (1.0, 1.0, (1,))
+
+
+def test_site_left_out_is_all_of_its_groups() -> None:
+    sums = torch.ones(2, ELEMENTS + 5)
+    assert report_of((NOT_FINITE, GOOD), sums, (1, 3), groups=4, sites=2, site_interval=2).not_finite == (0, 1)
 
 
 def test_elastic_island_logs_the_spread_of_those_that_count() -> None:

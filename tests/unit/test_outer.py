@@ -1,5 +1,6 @@
 """The flat buffers and their updates against the formulas, on one process."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
-from pier_megatron.outer.memory import host_bytes, rounds_at_once
+from pier_megatron.outer.memory import buffers_at_once, host_bytes, rounds_at_once
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
@@ -287,10 +288,12 @@ def test_model_learns_of_every_outer_step() -> None:
     running = loop.OuterLoop(
         [[Shards([torch.ones(3)])]], config, GroupExchange(), on_change=lambda: changed.append(running.iteration)
     )
+    agreed = []
     for iteration in range(1, 7):
         running.begin_iteration(iteration)
         running.end_iteration()
-    assert changed == [2, 4, 6]
+        agreed += [iteration] if running.is_synchronised else []
+    assert changed == agreed == [2, 4, 6]
 
 
 def test_skipped_iterations_count_as_no_training() -> None:
@@ -394,7 +397,9 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
 def test_start_points_to_the_planner_where_overlapped_steps_wait_for_the_host(settings: dict[str, Any]) -> None:
     running = loop.OuterLoop([[Shards([torch.zeros(23)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
     topology = mock.Mock(members=lambda group: [group], warnings=list)
-    assert ("pier-megatron plan" in startup.describe([], topology, running, [])) == (len(settings) == 2)
+    said = startup.describe([], topology, running, [])
+    assert ("pier-megatron plan" in said) == (len(settings) == 2)
+    assert "iterations: 100 of lazy start (synchronous), then 900 local with an outer step every 50" in said
 
 
 def queues_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), **settings: Any) -> list[str]:
@@ -474,6 +479,12 @@ def test_segments_are_whole_blocks_of_a_groups_part(numel: int, groups: int, exp
 def test_rounds_under_way_at_once(overlap: int, fragments: int, expected: int) -> None:
     config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
     assert rounds_at_once(config) == expected
+
+
+def test_what_is_on_the_host_is_kept_there() -> None:
+    config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=5, fragments=2)
+    assert buffers_at_once(config, [[3, 2], []]) == [(7, 0), (0, 0)]
+    assert buffers_at_once(dataclasses.replace(config, offload=True), [[3, 2], []]) == [(5, 5), (0, 0)]
 
 
 def test_offloaded_islands_keep_the_chunks_of_one_round() -> None:
