@@ -28,7 +28,6 @@ from torch.distributed import distributed_c10d
 
 from pier_megatron.integration import current
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.integration.own_group import own_data_parallel_ranks
 
 _FP8 = torch.float8_e4m3fn
@@ -333,11 +332,6 @@ def _is_of(parameter: Tensor, main: Tensor) -> bool:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def no_quantisation(directory: Path) -> Any:
-    """Pier gathers what the inner step has quantised, and not what it has made of the main parameters."""
-    return mock.patch.object(ShardedOptimizer, "round_to_model")
 
 
 def a_scale_drifts(directory: Path) -> Any:

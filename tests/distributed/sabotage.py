@@ -1,4 +1,4 @@
-"""Planted bugs and injected faults: what each test guards against, so that the test can be seen to fail."""
+"""Faults that happen to trainings, and what stands in for parts that a CPU does not have."""
 
 import contextlib
 import copy
@@ -24,7 +24,6 @@ from megatron.core.models import backends
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.experimental_attention_variant import dsa
-from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
@@ -32,12 +31,10 @@ from torch.multiprocessing import reductions
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.experiments.compression import activations, buckets, gradients, layout, parameters, tensor_parallel
-from pier_megatron.experiments.layered import breadth_first, segments
-from pier_megatron.integration import current, gradient_averaging, training
+from pier_megatron.experiments.compression import activations, layout, tensor_parallel
+from pier_megatron.integration import current, training
 from pier_megatron.integration.checkpoint import description as checkpoint
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.outer import OuterLoop
 from pier_megatron.outer import state as outer_state
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -45,7 +42,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def planted(names: list[str], directory: Path) -> Iterator[None]:
-    """Runs with the bugs and faults of those names; they may leave marks in ``directory``."""
+    """Runs with the faults of those names; they may leave marks in ``directory``."""
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(_ALL[name](directory))
@@ -63,63 +60,10 @@ def _losses_are_averaged(directory: Path) -> Patch:
     return mock.patch.object(pretrain_bytes, "_loss", loss)
 
 
-def _no_commit(directory: Path) -> Patch:
-    """The published code's: the forward after an outer step still uses the old weights."""
-    return mock.patch("pier_megatron.integration.training.commit_main_parameters")
-
-
-def _all_groups_wait_at_the_log(directory: Path) -> Patch:
-    """Megatron's own: barriers of timers are those of the whole world."""
-    return mock.patch("megatron.core.timers.Timer.set_barrier_group")
-
-
 def _an_indexer_has_losses(directory: Path) -> Patch:
     """Sparse attention needs kernels for a GPU; what Megatron logs of its indexer does not."""
     losses = {"values": torch.ones(2), "reduce_group": None, "avg_group": None}
     return mock.patch.dict(dsa.DSAIndexerLossLoggingHelper.tracker, losses)
-
-
-def _no_rescaling(directory: Path) -> Patch:
-    """The published code's: gradients summed over one group are divided by the size of all."""
-    averaging = gradient_averaging.GradientAveraging
-    return mock.patch.object(averaging, "over_own_group", lambda self: self._set(instances=1, scale=1))
-
-
-def _never_synchronous(directory: Path) -> Patch:
-    """The lazy start averages gradients over one group, like the local phase."""
-    averaging = gradient_averaging.GradientAveraging
-    return mock.patch.object(averaging, "over_all_groups", averaging.over_own_group)
-
-
-def _no_anchor_for_evaluation(directory: Path) -> Patch:
-    """Evaluation between outer steps sees what each group has made of the parameters."""
-    return mock.patch.object(OuterLoop, "anchor_in_model", return_value=contextlib.nullcontext())
-
-
-def _unaware_of_nan(directory: Path) -> Patch:
-    """A pseudo-gradient that is not finite goes into the mean like any other."""
-    return mock.patch.object(outer_state.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
-
-
-def _depth_first(directory: Path) -> Patch:
-    """Megatron's schedule keeps the group size that it has by itself, one micro-batch for each pipeline rank."""
-    group_size = parallel_state.get_pipeline_model_parallel_world_size
-
-    def unchanged(schedule: Any, /, *, model: Any, **kwargs: Any) -> Any:
-        get_model_config(model[0]).microbatch_group_size_per_vp_stage = group_size()
-        return schedule(model=model, **kwargs)
-
-    return mock.patch.object(breadth_first, "run", unchanged)
-
-
-def _one_size_of_groups(directory: Path) -> Patch:
-    """Evaluation, or another phase of a ramp-up, takes as many micro-batches through a stage as the largest training step."""
-    return mock.patch.object(breadth_first, "run", lambda schedule, **kwargs: schedule(**kwargs))
-
-
-def _every_backward_pass_reduces(directory: Path) -> Patch:
-    """Without a pipeline, gradients count as complete in the backward pass of each micro-batch."""
-    return mock.patch.object(segments._Steps, "_reducing", return_value=contextlib.nullcontext())
 
 
 @contextlib.contextmanager
@@ -161,41 +105,9 @@ class _LatentAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def _nothing_between_instances(directory: Path) -> Patch:
-    """Gradients are summed inside each instance only."""
-    begin = gradients._begin
-
-    def only_inside(codec: Any, bucket_group: Any, reduction: Any, *args: Any) -> Any:
-        return [] if reduction.whole is None else begin(codec, bucket_group, reduction, *args)
-
-    return mock.patch.object(gradients, "_begin", only_inside)
-
-
-def _own_part_as_it_is(directory: Path) -> Patch:
-    """A rank keeps its own part of the parameters as no other rank sees it."""
-
-    def wait(handle: Any) -> None:
-        for parts, piece, gather in handle._gathers:
-            rank = dist.get_rank(parallel_state.get_data_parallel_group(partial_data_parallel=True, with_context_parallel=True))
-            own = parts[rank].clone()
-            [whole] = gather.result()
-            piece.write(whole, parts)
-            parts[rank] = own
-
-    return mock.patch.object(parameters._Handle, "wait", wait)
-
-
 def _small_pieces(directory: Path) -> Patch:
     """What is sent is encoded in many pieces, as that of a large model."""
     return mock.patch.object(layout, "_PIECE", 2**12)
-
-
-def _blocks_across_parameters(directory: Path) -> Patch:
-    """Blocks ignore where parameters end: a replicated one shares a scale with its neighbour, another one on each rank."""
-    lay_out = layout.pieces
-    return mock.patch.object(
-        buckets, "pieces", lambda numel, parts, bounds: lay_out(numel, parts, [(0, numel)] if bounds else [])
-    )
 
 
 def _a_copy_drifts(is_other: Callable[[], bool], is_copied: Callable[[torch.Tensor], bool]) -> Callable[[Path], Patch]:
@@ -222,26 +134,6 @@ def _a_gather_goes_wrong(directory: Path) -> Patch:
             next(parameter for parameter in model_chunks[0].parameters() if parameter.dim() == 1).data[0] += 1
 
     return mock.patch("pier_megatron.integration.training.commit_main_parameters", commit)
-
-
-def _nobody_compares_copies(directory: Path) -> Patch:
-    """Pier itself does not look whether copies of a parameter differ."""
-    return mock.patch("pier_megatron.integration.copies.Copies.check")
-
-
-def _dropped_gradients_survive_saves(directory: Path) -> Patch:
-    """A run keeps the residual of its codec across a save, and a resumed run does not have it."""
-    return mock.patch.object(gradients._Kept, "forget")
-
-
-def _used_before_it_has_arrived(directory: Path) -> Patch:
-    """What a stage receives is decoded as soon as it has been asked for."""
-
-    def too_early(arrival: Any, request: Any) -> Any:
-        arrival.wait()
-        return request
-
-    return mock.patch.object(activations._Arrival, "after", too_early)
 
 
 def _another_file_of_routes(directory: Path) -> Patch:
@@ -345,11 +237,6 @@ def _slow_writers_that_share_host_memory(directory: Path) -> Iterator[None]:
         yield
 
 
-def _no_copies_of_host_memory(directory: Path) -> Patch:
-    """Offloaded buffers themselves go to the processes that write a checkpoint in the background."""
-    return mock.patch("pier_megatron.integration.checkpoint.saving._copy_host_memory")
-
-
 def _newer_plugin(directory: Path) -> Patch:
     """Checkpoints are written by a plugin that does not exist yet."""
     to_metadata = checkpoint.Description.to_metadata
@@ -443,16 +330,6 @@ def _middle_stages_read_nothing(directory: Path) -> Iterator[None]:
         yield
 
 
-def _megatrons_way_of_skipping(directory: Path) -> Patch:
-    """In a skipped iteration only the first tensor-parallel rank reads."""
-    read = training.pass_samples
-
-    def as_megatron(iterator: Any) -> None:
-        read(iterator if parallel_state.get_tensor_model_parallel_rank() == 0 else None)
-
-    return mock.patch.object(training, "pass_samples", as_megatron)
-
-
 def _overflow(optimizer: Any) -> None:
     for chunk in optimizer.model_chunks:
         next(chunk.parameters()).main_grad.fill_(float("inf"))
@@ -474,11 +351,6 @@ _ALL = {
     "Transformer Engine 2.13": lambda directory: te_stand_in.in_place("2.13"),
     "Transformer Engine 2.0": lambda directory: te_stand_in.in_place("2.0"),
     "halves rounded up": lambda directory: te_stand_in.halves_rounded_up(),
-    "no commit": _no_commit,
-    "no rescaling": _no_rescaling,
-    "never synchronous": _never_synchronous,
-    "no anchor for evaluation": _no_anchor_for_evaluation,
-    "unaware of nan": _unaware_of_nan,
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "nan in group 1 at 5 and 8": lambda directory: _fault(1, (5, 8), after=_nan),
@@ -495,21 +367,13 @@ _ALL = {
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,
     "middle stages read nothing": _middle_stages_read_nothing,
-    "Megatron's way of skipping": _megatrons_way_of_skipping,
-    "all groups wait at the log": _all_groups_wait_at_the_log,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
     "a group sleeps while two others meet": _a_group_sleeps_while_two_others_meet,
     "slow writers that share host memory": _slow_writers_that_share_host_memory,
-    "no copies of host memory": _no_copies_of_host_memory,
-    "depth-first": _depth_first,
-    "one size of groups for all steps": _one_size_of_groups,
-    "every backward pass reduces": _every_backward_pass_reduces,
     "another file of routes": _another_file_of_routes,
     "lossless codecs": _lossless_codecs,
     "lengths that vary": _lengths_that_vary,
     "latent attention": lambda directory: mock.patch.object(backends, "DotProductAttention", _LatentAttention),
-    "nothing between instances": _nothing_between_instances,
-    "own part as it is": _own_part_as_it_is,
     "small pieces": _small_pieces,
     "a tensor-parallel copy drifts": _a_copy_drifts(
         lambda: parallel_state.get_tensor_model_parallel_rank() == 1, lambda parameter: not parameter.tensor_model_parallel
@@ -518,11 +382,6 @@ _ALL = {
         parallel_state.is_pipeline_last_stage, lambda parameter: getattr(parameter, "shared_embedding", False)
     ),
     "a gather goes wrong": _a_gather_goes_wrong,
-    "nobody compares copies": _nobody_compares_copies,
-    "blocks across parameters": _blocks_across_parameters,
-    "dropped gradients survive saves": _dropped_gradients_survive_saves,
-    "used before it has arrived": _used_before_it_has_arrived,
     **{f"parameters in {recipe}": quantised_parameters.stand_in(recipe) for recipe in quantised_parameters.RECIPES},
-    "no quantisation": quantised_parameters.no_quantisation,
     "a scale drifts": quantised_parameters.a_scale_drifts,
 }

@@ -35,7 +35,6 @@ _NO_LAZY_START = (
 _FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 
-_UNSEEN = "nobody compares copies"
 # Faults that bring copies of a parameter apart, and where.
 _DRIFTS = {
     "a tensor-parallel copy drifts": _TP2 + "--bf16 ",
@@ -46,24 +45,15 @@ _DRIFTS = {
 _RUNS = [
     Run("stock", _TP2 + "--bf16 " + _STOCK),
     Run("pier", _TP2 + "--bf16 --eval-interval 6 " + _PIER, ["main", "inner", "outer", "stale"]),
-    Run("pier stale", _TP2 + "--bf16 " + _PIER, ["stale"], ["no commit"]),
     Run("overlap", _DP2 + "--bf16 " + _OVERLAP + _PIER, ["main", "stale"]),
     Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
-    Run("pier never synchronous", _TP2 + "--bf16 " + _PIER, [], ["never synchronous"], fails=True),
     Run("between", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"]),
-    Run(
-        "between without anchor",
-        _TP2 + "--bf16 --eval-interval 5 --exit-interval 10 " + _PIER,
-        ["main"],
-        ["no anchor for evaluation"],
-    ),
     Run("iterations", _TP2 + _PIER + " --lr-decay-style linear --lr-decay-iters 12 --lr-warmup-iters 3", ["main"]),
     Run("samples", _TP2 + _PIER_BY_SAMPLES + " --lr-decay-style linear --lr-decay-samples 96 --lr-warmup-samples 24", ["main"]),
     Run("one stock", _TP2 + "--bf16 --train-iters 8 --use-distributed-optimizer", ["main"]),
     Run("one", _TP2 + "--bf16 " + _ONE_GROUP, ["main"]),
     Run("four", _FOUR_GROUPS + _FOUR_PIER, ["gradients"]),
     Run("four stock", _FOUR_GROUPS + _FOUR_STOCK, ["gradients"]),
-    Run("four wrong mean", _FOUR_GROUPS + _FOUR_PIER, ["gradients"], ["no rescaling"]),
     Run("overflow", _FP16 + _PIER, ["main", "skipped", "stale"], ["overflow in group 1 at 8 and 9"]),
     Run(
         "logged",
@@ -73,9 +63,6 @@ _RUNS = [
     ),
     Run("not finite", _DP2 + _UNCHECKED + _PIER, ["main", "inner", "outer", "stale"], ["nan in group 1 at 9"]),
     *(Run(fault, argv + _NO_LAZY_START, [], [fault], fails=True) for fault, argv in _DRIFTS.items()),
-    # It ends early, as runs end after which Megatron leaves the process.
-    Run("unseen", f"{_DP2} --bf16 {_NO_LAZY_START} --exit-interval 3", [], ["a gather goes wrong", _UNSEEN], fails=True),
-    Run("poisoned", _DP2 + _UNCHECKED + _PIER + " --exit-interval 9", ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
 ]
 
 
@@ -127,15 +114,6 @@ def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded], pier: str, stoc
     assert runs[pier].losses[9] != runs[stock].losses[9]
 
 
-def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
-    assert fails(lazy_start_is_stock, runs["pier never synchronous"], runs["stock"])
-    # From the first gradient on.
-    assert runs["pier never synchronous"].losses[1] == runs["stock"].losses[1]
-    assert runs["pier never synchronous"].grad_norms[1] != runs["stock"].grad_norms[1]
-    # At the first outer step the plugin sees it too: the groups begin their local phase from different anchors.
-    assert "AnchorsDifferError: After the outer step that began at iteration 9" in runs["pier never synchronous"].error
-
-
 def test_training_by_samples_is_training_by_iterations(runs: dict[str, Recorded]) -> None:
     assert runs["samples"].losses == runs["iterations"].losses
     for one, other in zip(runs["samples"].ranks, runs["iterations"].ranks, strict=True):
@@ -155,7 +133,6 @@ def gradients_are_means_of_their_domain(run: Recorded, stock: Recorded) -> None:
 
 def test_gradient_is_the_mean_over_the_averaging_domain(runs: dict[str, Recorded]) -> None:
     gradients_are_means_of_their_domain(runs["four"], runs["four stock"])
-    assert fails(gradients_are_means_of_their_domain, runs["four wrong mean"], runs["four stock"])
     assert not torch.equal(runs["four"].ranks[0]["gradients"][5], runs["four"].ranks[1]["gradients"][5])
 
 
@@ -163,8 +140,6 @@ def test_grad_norm_keeps_its_scale_at_the_switch(runs: dict[str, Recorded]) -> N
     # With the published code's mean it drops by the number of groups, here from about 1.5 x to less than half.
     before, after = (runs["four"].grad_norms[iteration] for iteration in (4, 5))
     assert 0.7 < after / before < 2
-    wrong = runs["four wrong mean"].grad_norms
-    assert wrong[5] / wrong[4] < 0.5
 
 
 # 4. After an outer step the model computes with the new parameters, rounded.
@@ -179,12 +154,6 @@ def nothing_is_stale(run: Recorded) -> None:
 @pytest.mark.parametrize("name", ["pier", "overlap", "overflow", "not finite"])
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded], name: str) -> None:
     nothing_is_stale(runs[name])
-
-
-def test_stale_parameters_are_seen(runs: dict[str, Recorded]) -> None:
-    assert fails(nothing_is_stale, runs["pier stale"])
-    assert [t for t, count in runs["pier stale"].ranks[0]["stale"].items() if count] == [9, 12]
-    assert not any(runs["pier"].ranks[0]["stale"].values())
 
 
 # 5. Skipped steps and numbers that are not finite.
@@ -228,7 +197,6 @@ def nothing_is_poisoned(run: Recorded) -> None:
 def test_group_that_is_not_finite_is_left_out(runs: dict[str, Recorded]) -> None:
     run = runs["not finite"]
     nothing_is_poisoned(run)
-    assert fails(nothing_is_poisoned, runs["poisoned"])
     for iteration in (9, 12):
         groups_are_equal(run, iteration)
 
@@ -269,7 +237,6 @@ def validation_is_synchronised(run: Recorded) -> None:
 def test_evaluation_sees_synchronised_parameters(runs: dict[str, Recorded]) -> None:
     validation_is_synchronised(runs["pier"])
     validation_is_synchronised(runs["between"])
-    assert fails(validation_is_synchronised, runs["between without anchor"])
 
 
 def evaluation_at_10_sees_the_outer_step_after_9(run: Recorded) -> None:
@@ -279,7 +246,6 @@ def evaluation_at_10_sees_the_outer_step_after_9(run: Recorded) -> None:
 
 def test_evaluation_between_outer_steps_sees_the_anchor(runs: dict[str, Recorded]) -> None:
     evaluation_at_10_sees_the_outer_step_after_9(runs["between"])
-    assert fails(evaluation_at_10_sees_the_outer_step_after_9, runs["between without anchor"])
     # Training continues as if nobody had looked.
     for one, other in zip(runs["between"].ranks, runs["pier"].ranks, strict=True):
         assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
@@ -304,7 +270,3 @@ def test_groups_drift_in_between(runs: dict[str, Recorded]) -> None:
 )
 def test_copies_that_differ_are_seen(runs: dict[str, Recorded], fault: str, said: str) -> None:
     assert re.match(f"CopiesDifferError: After iteration 3 copies of a parameter differ: {said}", runs[fault].error)
-
-
-def test_copies_that_differ_are_seen_by_the_launch_where_pier_does_not_look(runs: dict[str, Recorded]) -> None:
-    assert runs["unseen"].error.startswith("AssertionError: copies differ: (")

@@ -58,7 +58,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     stock = "--train-iters 6 --global-batch-size 8 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     trainings += [
         Run("stock", stock, ["census"]),
-        Run("together at the log", _PIER + _TIMERS, ["census"], ["all groups wait at the log"]),
     ]
     return launch(tmp_path_factory.mktemp("isolation"), corpus, trainings)
 
@@ -99,10 +98,6 @@ def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: di
 def test_a_job_that_saves_nothing_says_so_of_signals(runs: dict[str, Recorded]) -> None:
     said = "--exit-signal-handler: at SIGTERM the job (nothing is saved without --save) ends with the next outer step"
     assert said in runs["PP 2, everything that asks"].printed
-
-
-def test_barriers_of_all_groups_are_seen(runs: dict[str, Recorded]) -> None:
-    assert {found.name for iteration in _SILENT for found in crossing(runs["together at the log"], iteration)} == {"barrier"}
 
 
 def test_stock_megatron_crosses_in_every_iteration(runs: dict[str, Recorded]) -> None:

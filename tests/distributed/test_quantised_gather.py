@@ -48,8 +48,8 @@ def _runs() -> list[Run]:
         runs.append(Run(name, _MODEL + flags + trained, ["main"], stand_in))
     _, flags, _ = _WAYS["FP8"]
     often = "--pier-sync-interval 1 --pier-lazy-start-iters 1 "
-    for bug, more, fails in (("no quantisation", "", False), ("a scale drifts", often, True)):
-        runs.append(Run(bug, _MODEL + _PIER + flags + more, [], ["parameters in tensorwise", bug], fails=fails))
+    drifts = "a scale drifts"
+    runs.append(Run(drifts, _MODEL + _PIER + flags + often, [], ["parameters in tensorwise", drifts], fails=True))
     return runs
 
 
@@ -69,11 +69,6 @@ def test_every_forward_pass_sees_the_main_parameters(runs: dict[str, Recorded], 
     passes = {(iteration, trains) for iteration, trains, _ in runs[name].ranks[0]["stale forwards"]}
     # Between outer steps evaluation is shown the anchor, and training continues from what it had.
     assert {(8, True), (8, False), (9, True), (12, True), (12, False)} <= passes
-
-
-def test_calls_left_out_are_seen(runs: dict[str, Recorded]) -> None:
-    # After each outer step, and where evaluation looks at the anchor.
-    assert {(4, False), (7, True), (8, False), (10, True)} <= stale(runs["no quantisation"])
 
 
 def test_one_group_with_unit_outer_steps_is_stock_megatron(runs: dict[str, Recorded]) -> None:
