@@ -1,4 +1,4 @@
-# make demo: watch a small GPT train with Pier.   make test: all tests.   Both set themselves up.
+# make demo: watch a small GPT train with Pier.   make test: the tests.   Both set themselves up.
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -103,7 +103,7 @@ format: setup
 SPHINX = $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs
 docs: setup
 	$(SPHINX) --builder dirhtml . runs/docs
-	$(BIN)/python -m pytest -q --numprocesses 2 tests/pages study benchmarks/gpu
+	$(BIN)/python -m pytest -q --numprocesses 2 tests/pages study benchmarks
 
 # Also those into the Internet; by hand.
 links: setup

@@ -40,7 +40,8 @@ def _run(*paths: str, needs: tuple[str, ...] = ()) -> Rows:
 
 def unit() -> Rows:
     """Flat buffers, updates, codecs and their kernels, in one process."""
-    yield from _run("tests/unit/test_outer.py", "tests/unit/test_codecs.py", "tests/unit/test_kernels.py")
+    codecs = ("tests/unit/test_codecs.py", "tests/unit/test_compression_feature.py", "tests/unit/test_kernels.py")
+    yield from _run("tests/unit/test_outer.py", *codecs)
 
 
 def exchange() -> Rows:

@@ -23,8 +23,8 @@ from pier_megatron.exchange.authentication import Description, answer_peers, ask
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
-from pier_megatron.exchange.silence import REMEMBERED, SECONDS, Meeting, lost_peer, neighbours
-from pier_megatron.exchange.topology import NAMED, some_of
+from pier_megatron.exchange.silence import REMEMBERED, SECONDS, Meeting, changes, lost_peer, neighbours
+from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
@@ -107,6 +107,7 @@ class Membership:
         self._most = most
         self._members: tuple[int, tuple[str, ...]] | None = None
         self._admitted: list[str] = []
+        self._there: list[str] = []
         self._known: frozenset[str] = frozenset()
         self._is_new = True
         self._last_quorum = self._meetings = self._failures = self._step = 0
@@ -189,6 +190,9 @@ class Membership:
         outcome = Outcome(int(least.item()))
         if outcome == Outcome.SUCCEEDED:
             self._failures, self._is_new = 0, False
+            if self._there and (said := changes(self._there, self._admitted)) and self._world.rank() == 0:
+                print(f" Pier: {len(self._admitted)} of {self._most} islands are there; {said}", flush=True)
+            self._there = self._admitted
         else:
             self._failures += 1
             self._members = None
@@ -299,11 +303,6 @@ class Membership:
             )
         if others:
             raise RuntimeError(f"islands of another run end: {[island_of(list(known)[place]) for place in others]}")
-        before = set(self._admitted)
-        for what, names in (("gone", before - known.keys()), ("new", known.keys() - before)):
-            if before and names:
-                who = some_of(str(island_of(name)) for name in sorted(names))
-                print(f" Pier: {len(known)} of {self._most} islands are there; {what}: {who}", flush=True)
         # Not the store that the lighthouse names: that could be a stranger's.
         return {"admitted": list(known), "store": next(iter(known.values()))["store"]}
 

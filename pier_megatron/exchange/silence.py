@@ -1,9 +1,10 @@
-"""Silence of islands: the order of questions in a meeting, and what an answer, or none, means for it."""
+"""Silence of islands: the order of questions in a meeting, what an answer, or none, means for it, and who has gone since."""
 
 import time
 from collections.abc import Sequence
 
 from pier_megatron.exchange.authentication import ask, island_of
+from pier_megatron.exchange.topology import some_of
 
 REMEMBERED = 64
 """Number of past meetings that an island reports as left; an island that still waits in one asks within seconds."""
@@ -40,3 +41,11 @@ def lost_peer(islands: Sequence[str], meeting: Meeting, secret: bytes) -> str | 
         if answer["meeting"][0] >= meeting[0] and answer["meeting"] != meeting:
             return f"island {island_of(island)} meets other islands"
     return None
+
+
+def changes(before: Sequence[str], now: Sequence[str]) -> str:
+    """The numbers of islands that have gone, and of those that are new or were restarted, for the log; empty without any."""
+    new = {island_of(name) for name in now if name not in before}
+    gone = set(map(island_of, before)) - set(map(island_of, now))
+    found = (("gone", gone), ("new", new))
+    return "; ".join(f"{what}: {some_of(map(str, sorted(islands)))}" for what, islands in found if islands)

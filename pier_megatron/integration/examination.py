@@ -31,7 +31,7 @@ _CONFINED: Mapping[str, object] = {
         ("save_activations_interval save_dgrads_interval save_params_interval save_tokens_per_expert_interval", None),
         ("tensorboard_dir wandb_project logits_save_dir moe_routing_trace_path flight_recorder_dump_path", None),
         ("dump_param_to_param_group_map result_rejected_tracker_filename exit_interval exit_duration_in_mins", None),
-        ("async_save moe_use_upcycling log_progress profile record_memory_history adlr_autoresume", False),
+        ("async_save exit_signal_handler moe_use_upcycling log_progress profile record_memory_history adlr_autoresume", False),
         ("enable_one_logger log_straggler run_workload_inspector_server skip_train full_validation", False),
         ("eval_iters pier_lazy_start_iters", 0),
         ("pier_lazy_start_fraction", None),

@@ -157,19 +157,19 @@ def _logged(config: PierConfig) -> list[str]:
 
 
 def _at_a_signal(args: argparse.Namespace, config: PierConfig) -> str:
-    when = "at once" if config.lighthouse is not None else "with the next outer step, in the lazy start at once"
+    lazily = ", in the lazy start at once" if config.lazy_start else ""
+    when = "at once" if config.lighthouse is not None else f"at the next multiple of {config.sync_interval}{lazily}"
     if not args.exit_signal_handler:
-        return (
-            "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves at SIGTERM, or at --exit-signal "
-            f"(SIGINT: Ctrl-C), and ends {when}"
-        )
+        needed = "--exit-signal-handler" if args.save is not None else "--exit-signal-handler and --save"
+        how = f"With {needed} the job saves at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C), and ends {when}"
+        return f"Ctrl-C and SIGTERM lose unsaved work. {how}"
     name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-    saves = "saves and" if args.save is not None else "(nothing is saved without --save)"
+    saves = "saves and" if args.save is not None else "(which saves nothing without --save)"
     said = [f"--exit-signal-handler: at {name} the job {saves} ends {when}"]
     if name != "SIGINT":
         said.append("Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)")
     if dist.is_torchelastic_launched() and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
-        said.append("torchrun kills it 30 s after the signal (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
+        said.append("torchrun kills it 30 s after the signal, unless told otherwise (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)")
     return "; ".join(said)
 
 

@@ -96,7 +96,9 @@ def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: di
 
 
 def test_a_job_that_saves_nothing_says_so_of_signals(runs: dict[str, Recorded]) -> None:
-    said = "--exit-signal-handler: at SIGTERM the job (nothing is saved without --save) ends with the next outer step"
+    said = (
+        "--exit-signal-handler: at SIGTERM the job (which saves nothing without --save) ends at the next multiple of 3, in the"
+    )
     assert said in runs["PP 2, everything that asks"].printed
 
 

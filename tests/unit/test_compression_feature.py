@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 from unittest import mock
 
+import one_gpu
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from pier_megatron.experiments.compression import activations, traffic
 from pier_megatron.experiments.compression import feature as compression
 from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
+
+DEVICE = one_gpu.device()
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -228,7 +231,7 @@ def test_any_tensor_arrives_within_half_a_step(
     shape: tuple[int, ...], name: tuple[str, float], dtype: torch.dtype, magnitude: float, seed: int
 ) -> None:
     codec, step = CODECS[name[0]], name[1]
-    original = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**magnitude).to(dtype)
+    original = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**magnitude).to(DEVICE, dtype)
     payload = activations.pack(original, codec)
     assert payload.shape == (1, codec.nbytes(padded(original.numel())))
     arrived = torch.empty_like(original, requires_grad=True)

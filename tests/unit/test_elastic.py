@@ -19,7 +19,7 @@ from pier_megatron.exchange.authentication import answer_peers
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.exchange.silence import lost_peer, neighbours
+from pier_megatron.exchange.silence import changes, lost_peer, neighbours
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
@@ -191,3 +191,12 @@ def test_all_are_asked_and_all_hear_of_it_soon(count: int) -> None:
         known |= {place for place, of_one in enumerate(asked) if of_one & known}
         rounds += 1
     assert rounds <= math.ceil(math.log2(count))
+
+
+def test_who_has_gone_and_who_is_new_is_said_by_number() -> None:
+    first, second, third, again = (f"{number:04}/{part}/host/1" for number, part in ((0, "a"), (1, "b"), (12, "c"), (1, "d")))
+    assert changes([first, second], [first, second]) == ""
+    assert changes([first, second], [first, third]) == "gone: 1; new: 12"
+    # A number that was started again, and one that is there twice for a moment.
+    assert changes([first, second], [first, again]) == "new: 1"
+    assert changes([first, second, again], [first]) == "gone: 1"

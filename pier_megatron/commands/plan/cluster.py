@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         type=named_or_file,
         metavar="NAME|FILE",
-        help=f"where the job runs: {', '.join(CLUSTERS)}, or a file such as {_EXAMPLE}",
+        help=f"where the job runs (needed): {', '.join(CLUSTERS)}, or a file such as {_EXAMPLE}",
     )
     _add_figures(parser)
 

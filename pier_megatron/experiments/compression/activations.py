@@ -45,7 +45,8 @@ def transfer_along_route(send: Callable[..., object], start: Callable[..., dict[
 def pack(tensor: Tensor, codec: Codec) -> Tensor:
     """Encodes a tensor of any shape and floating-point type, filled up with zeros to whole blocks; uint8, ``[1, bytes]``."""
     row = tensor.detach().reshape(1, -1).float()
-    return encode(codec, torch.nn.functional.pad(row, (0, padded(row.numel()) - row.numel())))
+    missing = padded(row.numel()) - row.numel()
+    return encode(codec, torch.nn.functional.pad(row, (0, missing)) if missing else row)
 
 
 def unpack(payload: Tensor, codec: Codec, into: Tensor) -> None:

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 
 _REPOSITORY = Path(__file__).parents[2]
-_RUN = Path(__file__).with_name("run.py")
-sys.path += [str(_REPOSITORY / folder) for folder in ("benchmarks", "tools")]
+_RUN = _REPOSITORY / "benchmarks" / "gpu" / "run.py"
+# At the end: the study has a module "run", too.
+sys.path += [str(_REPOSITORY / folder) for folder in ("benchmarks/gpu", "tools")]
 
 import inventory  # noqa: E402
 import one_gpu  # noqa: E402
