@@ -197,6 +197,6 @@ def test_who_has_gone_and_who_is_new_is_said_by_number() -> None:
     first, second, third, again = (f"{number:04}/{part}/host/1" for number, part in ((0, "a"), (1, "b"), (12, "c"), (1, "d")))
     assert changes([first, second], [first, second]) == ""
     assert changes([first, second], [first, third]) == "gone: 1; new: 12"
-    # A number that was started again, and one that is there twice for a moment.
+    # A number that was started again, and one that two islands have for a moment.
     assert changes([first, second], [first, again]) == "new: 1"
     assert changes([first, second, again], [first]) == "gone: 1"
