@@ -107,3 +107,17 @@ def test_offloaded_state_is_handed_out_by_way_of_the_device() -> None:
     assert state.anchor.eq(1.0).all()
     assert state.momentum.eq(1.0).all()
     assert state.flats["aside"].eq(1.0).all()
+
+
+def test_outer_steps_before_a_snapshot_are_reported_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gathered, "is_complete", lambda gathered: False)
+    config = PierConfig(20, groups=1, preset="diloco", sync_interval=4, lazy_start_iters=0, fragments=2)
+    reported = list[int]()
+    loop = OuterLoop(
+        [[Shards([torch.randn(10)])]], config, GroupExchange(), report=lambda report: reported.append(report.iteration)
+    )
+    for _ in range(4):
+        loop.skip_iteration()
+    assert reported == []
+    loop.snapshot()
+    assert reported == [2, 4]
