@@ -180,6 +180,7 @@ def test_outer_steps_and_the_start_are_told_alike(runs: dict[str, Recorded], nam
     # Flags are named as settings of the configuration, whose names are theirs.
     as_settings = re.sub(r"--(exit-signal[a-z-]*)", lambda flag: f"config.train.{flag[1].replace('-', '_')}", blocks[1][0])
     as_settings = re.sub(r"--pier-([a-z-]*)", lambda flag: f"config.optimizer.{flag[1].replace('-', '_')}", as_settings)
+    as_settings = as_settings.replace("--save ", "config.checkpoint.save ")
     assert blocks[0][0] == as_settings
 
 
