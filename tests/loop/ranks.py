@@ -10,7 +10,7 @@ import io
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -22,16 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, rounds, steps
-from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.share import Moments, Share
-from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import Staged, Staging
-from pier_megatron.outer.state import RESIDUAL, OuterState
-from pier_megatron.outer.steps import OuterSteps
+from pier_megatron.outer.staging import Staged
 
 WORLD = 4
 
@@ -53,47 +48,21 @@ class Settings:
         groups: Number of groups.
         ranks_in_group: Number of ranks that share the parameters of a group.
         config: Settings of Pier, without the groups.
-        sabotage: Name of a bug planted in it, see :data:`BUGS`.
+        flips_a_bit: Whether a bit of one rank's anchor flips in each outer step.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
     """
 
     groups: int
     ranks_in_group: int
     config: dict[str, Any]
-    sabotage: str | None = None
+    flips_a_bit: bool = False
     averages: bool = False
 
     def pier(self) -> PierConfig:
         return PierConfig(groups=self.groups, **self.config)
 
 
-def _only_the_first_fragment(share: Share) -> None:
-    """What is not in the first fragment stays as it is."""
-    [staging] = share.stagings
-    for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
-        chunk.set_parameters(chunk.of(staging.state.anchor))
-
-
-def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
-    """Nothing but the anchor finds its way into the parameters."""
-    for chunk in state.chunks if flat is state.anchor else ():
-        chunk.set_parameters(chunk.of(flat))
-
-
-_give_back, _settle = Staged.give_back, OuterRound.settle
-
-
-def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
-    """What is sent for the sake of a snapshot leaves the residuals as they were."""
-
-    def give_back(staged: Staged, writes: Collection[str] = ()) -> None:
-        _give_back(staged, [name for name in writes if name != RESIDUAL])
-
-    with mock.patch.object(Staged, "give_back", give_back):
-        return _settle(round_)
-
-
-_update, _sum = Nesterov.update, SiteExchange.sum
+_update = Nesterov.update
 
 
 def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
@@ -101,46 +70,6 @@ def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -
     _update(rule, staged, is_alone)
     if dist.get_rank() == 1 and staged.chunk.start == 0:
         staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
-
-
-_restore = OuterState.restore
-
-
-def _restore_without_memory(state: OuterState, saved: Mapping[str, Tensor]) -> None:
-    """Restores everything except what a rule keeps besides the momentum."""
-    _restore(state, {name: tensor for name, tensor in saved.items() if name not in state.common[2:]})
-
-
-def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
-    """Neighbours meet, again and again."""
-    return [tuple(range(begin, min(begin + size, groups))) for begin in range(0, groups, size)]
-
-
-def _sum_of_the_first_parts(
-    exchange: SiteExchange, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False
-) -> Sum:
-    """The groups of a site do not divide what it sends."""
-    with mock.patch.object(exchange.inside, "rank", 0):
-        return _sum(exchange, vectors, residuals, exactly)
-
-
-# By name: what is replaced, and by what.
-BUGS: dict[str, tuple[Any, str, Any]] = {
-    "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
-    "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
-    "one fragment is restarted": (Share, "return_to_anchor", _only_the_first_fragment),
-    "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
-    "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
-    "the anchor stays where the run began": (Share, "become_anchor", lambda share: None),
-    "everybody meets the same partner": (steps, "draw_subgroups", _the_same_partners),
-    "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
-    "sites do not average": (OuterSteps, "average", lambda steps, iteration: None),
-    "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
-    "moments stay where they are": (Moments, "hand_over", lambda moments, exchange, groups, source, device: None),
-    "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
-    "nothing is averaged": (rounds, "averaging", lambda rule: rule),
-    "nobody is restarted": (OuterSteps, "restart", lambda steps, round_, iteration: []),
-}
 
 
 def initial(part: int) -> list[Tensor]:
@@ -377,8 +306,8 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
                 if name == "start":
                     settings = arguments["settings"]
                     planted.close()
-                    if settings.sabotage:
-                        planted.enter_context(mock.patch.object(*BUGS[settings.sabotage]))
+                    if settings.flips_a_bit:
+                        planted.enter_context(mock.patch.object(Nesterov, "update", _update_with_a_flipped_bit))
                     is_needed = rank < settings.groups * settings.ranks_in_group
                     present = Rank(settings, communicators) if is_needed else None
                     answer: Any = None
