@@ -332,8 +332,7 @@ def options_list(command: str) -> str:
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
         shown = f"{name} {metavar}".strip() if action.nargs != 0 and not (name and action.choices) else name
         text = str(action.help or "") % {"default": action.default, "prog": "pier-megatron"}
-        needed = "needed" if action.required and name else ""
-        lines.append(entry(f"`{shown}`", code_flags(text), needed, accepted_by(action)))
+        lines.append(entry(f"`{shown}`", code_flags(text), accepted_by(action)))
     return "".join(lines)
 
 

@@ -190,7 +190,7 @@ class Membership:
         outcome = Outcome(int(least.item()))
         if outcome == Outcome.SUCCEEDED:
             self._failures, self._is_new = 0, False
-            if self._there and (said := changes(self._there, self._admitted)) and self._world.rank() == 0:
+            if self._world.rank() == 0 and self._there and (said := changes(self._there, self._admitted)):
                 print(f" Pier: {len(self._admitted)} of {self._most} islands are there; {said}", flush=True)
             self._there = self._admitted
         else:

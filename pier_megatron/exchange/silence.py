@@ -45,7 +45,7 @@ def lost_peer(islands: Sequence[str], meeting: Meeting, secret: bytes) -> str | 
 
 def changes(before: Sequence[str], now: Sequence[str]) -> str:
     """The numbers of islands that have gone, and of those that are new or were restarted, for the log; empty without any."""
-    new = {island_of(name) for name in now if name not in before}
     gone = set(map(island_of, before)) - set(map(island_of, now))
+    new = set(map(island_of, set(now) - set(before)))
     found = (("gone", gone), ("new", new))
     return "; ".join(f"{what}: {some_of(map(str, sorted(islands)))}" for what, islands in found if islands)
