@@ -105,6 +105,18 @@ def ask_to_exit_when_together[**P, R](
 
 
 @current.in_the_local_phase
+def estimate_tokens[R: tuple[float | None, float | None]](consume: Callable[[], R], optimizer: "PierOptimizer") -> R:
+    """Estimates the tokens of packed sequences, from which operations are counted, by those of this rank's replica."""
+    if optimizer.loop.config.groups == optimizer.loop.config.launches:
+        return consume()
+    # Megatron sums over all ranks, unless there is no model-parallel group yet.
+    parallel_state, replicas = versions.require("megatron.core", "parallel_state"), versions.megatron_args().data_parallel_size
+    with versions.replaced(parallel_state, {"model_parallel_is_initialized": lambda: False}):
+        own = consume()
+    return tuple(count if count is None else count * replicas for count in own)
+
+
+@current.in_the_local_phase
 def ask_for_saves_when_together[**P](
     finalize: Callable[P, None], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> None:

@@ -29,6 +29,13 @@ _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
+# Flags that write a file for each shard of the model in the middle of an iteration.
+_WRITES_SHARDS = (
+    "save_params_interval",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_tokens_per_expert_interval",
+)
 # Flags that make Megatron query all ranks of the launch: the flag, its interval, and the query.
 _OF_ALL_RANKS = (
     ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
@@ -218,6 +225,10 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
         found += _met(
             "several groups in a launch",
             *(
+                (getattr(args, name, None), f"{flag(name)}: all groups would write the same files. Drop it")
+                for name in _WRITES_SHARDS
+            ),
+            *(
                 (
                     getattr(args, size, 1) > 1,
                     f"{flag(shards)} {getattr(args, shards, None)}: Megatron shards weights so in one instance of the "
@@ -226,6 +237,9 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
                 for size, shards in _WEIGHT_SHARDS.items()
             ),
         )
+    if config.groups > 1:
+        clipped = "Megatron clips after its optimizer's step, so that groups differ where an outer step has just united them"
+        found += _met("several groups", (getattr(args, "qk_clip", False), f"--qk-clip: {clipped}. Drop it"))
     if first:
         # Of these Megatron says at which sample, not in which iteration.
         lost = (

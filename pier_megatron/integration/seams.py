@@ -68,6 +68,10 @@ def _in_elastic_islands(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.pier_lighthouse is not None
 
 
+def _logs_norms(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.log_params_norm
+
+
 def _saves_behind(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.async_save
 
@@ -134,7 +138,8 @@ TABLE = (
     # Collectives between outer steps.
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together, used_by=_saves_behind),
-    Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group),
+    Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group, used_by=_logs_norms),
+    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", communication.estimate_tokens, since="0.18"),
     # Training scripts import it by name.
     Seam(
         "megatron.training.utils",

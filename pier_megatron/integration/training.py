@@ -219,17 +219,22 @@ def take_step[R: tuple[object, ...]](
         device = torch.device(torch.cuda.current_device())
         check_groups_read_different_samples(data_iterator, optimizer.loop.exchange, device)
         optimizer.has_seen_samples = True
+    loop = optimizer.loop
     optimizer.begin_iteration(iteration)
-    if not optimizer.loop.is_local:
-        return step()
-    if optimizer.clock is not None:
-        optimizer.clock.begin_iteration()
-    with confined_to_group(optimizer.model_chunks[0]):
+    if not loop.is_local:
         result = step()
-    if optimizer.clock is not None:
-        optimizer.clock.end_iteration(scheduler)
+    else:
+        if optimizer.clock is not None:
+            optimizer.clock.begin_iteration()
+        with confined_to_group(optimizer.model_chunks[0]):
+            result = step()
+        if optimizer.clock is not None:
+            optimizer.clock.end_iteration(scheduler)
     _, _, _, should_exit, exit_code, *_ = result
-    if should_exit:
+    if should_exit and (not loop.is_local or loop.config.groups == loop.config.launches):
+        # Megatron saves what there was before the iteration.
+        loop.take_back_iteration()
+    elif should_exit:
         raise RuntimeError(
             f"Megatron's rerun state machine ends the run at iteration {iteration} with exit code {exit_code}, "
             "but only in this group: the others train on other parameters and did not see what it saw. They stop at the "

@@ -164,6 +164,10 @@ class OuterLoop:
         self.progress.iteration = iteration
         self.progress.is_synchronised = not self.is_local
 
+    def take_back_iteration(self) -> None:
+        """Sets the clock back by an iteration that has begun, and that nobody will end: what is saved now was there before."""
+        self.progress.iteration -= 1
+
     def note_training(self, loss: Tensor | float | None, grad_norm: Tensor | float | None = None) -> None:
         """Notes loss and gradient norm of an iteration, for the next outer step's report; reads nothing from a device.
 

@@ -24,6 +24,7 @@ from megatron.core.models import backends
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
@@ -58,6 +59,27 @@ def _losses_are_averaged(directory: Path) -> Patch:
         return mean, {"lm loss": average([mean])[0]}
 
     return mock.patch.object(pretrain_bytes, "_loss", loss)
+
+
+def _sequences_are_packed(directory: Path) -> Patch:
+    """Tells Megatron the lengths of sequences in every micro-batch, as pretrain_gpt.py does with ``--sft``."""
+    forward_step = pretrain_bytes.forward_step
+
+    def forward_packed(*args: Any) -> Any:
+        megatron_training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 10, 32]))
+        return forward_step(*args)
+
+    return mock.patch.object(pretrain_bytes, "forward_step", forward_packed)
+
+
+def _ends_for_a_rerun(directory: Path) -> Patch:
+    """Megatron's rerun machine has seen a result in iteration 5 that it wants to see again on other devices."""
+    decide = RerunStateMachine.should_checkpoint_and_exit
+
+    def decide_to_exit(machine: Any) -> Any:
+        return (True, True, 16) if current.pier_optimizer().loop.iteration == 5 else decide(machine)
+
+    return mock.patch.object(RerunStateMachine, "should_checkpoint_and_exit", decide_to_exit)
 
 
 def _an_indexer_has_losses(directory: Path) -> Patch:
@@ -359,6 +381,8 @@ _ALL = {
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
     "losses are averaged in every micro-batch": _losses_are_averaged,
+    "sequences are packed": _sequences_are_packed,
+    "ends for a rerun at 5": _ends_for_a_rerun,
     "a newer plugin": _newer_plugin,
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),

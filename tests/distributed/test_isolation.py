@@ -46,7 +46,7 @@ _LAYOUTS = {
 }
 _SABOTAGE = {
     "quantised gather": ["parameters in tensorwise"],
-    "losses averaged by the script": ["losses are averaged in every micro-batch"],
+    "losses averaged by the script": ["losses are averaged in every micro-batch", "sequences are packed"],
     "sparse attention": ["an indexer has losses"],
     "one group asleep": ["group 1 waits for group 0"],
 }

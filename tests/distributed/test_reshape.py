@@ -35,6 +35,10 @@ _STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "
 _OUTER = ["outer weights"]
 _LAYER_WISE = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --bf16 --use-distributed-optimizer "
 
+_NAN = "nan in group 1 at 8"
+_BAD = _PIER + "--pier-groups 4 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
+_TO_THREE = f"--pier-groups 3 --override-opt_param-scheduler {_CHANGED} --load {{directory}}/bad --ckpt-step 8"
+
 # In this order: what a launch leaves on disk, the next ones load.
 _LAUNCHES = (
     (
@@ -76,6 +80,7 @@ _LAUNCHES = (
                 _LAYER_WISE + "--pier-groups 4 --load {directory}/layer-wise --ckpt-step 8 " + _CHANGED,
                 _OUTER,
             ),
+            Run("a group bad", _BAD + "--save {directory}/bad" + _AT_THE_END, ["main", "moments"], [_NAN], saves=[8]),
             Run("stock goes on", _STOCK + _FROM_FOUR + "9", []),
             Run("stock goes on, drifted", _STOCK + _FROM_FOUR + "8", ["weights"]),
             Run("stock", _STOCK + "--save {directory}/stock --save-interval 6", ["main"]),
@@ -99,6 +104,7 @@ _LAUNCHES = (
             Run("two", _PIER + "--pier-groups 2 --save {directory}/two --save-interval 8", ["main", "moments"]),
         ],
     ),
+    (3, [Run("bad to three", _BAD.replace("size 8", "size 12") + _TO_THREE, ["start"])]),
     (
         4,
         [
@@ -140,6 +146,17 @@ def test_merged_groups_go_on_with_the_mean_of_their_parents(runs: dict[str, Reco
         assert not torch.equal(parents[0][0], parents[1][0])
         for loaded, own, other in zip(start(runs["four to two"], group), *parents, strict=True):
             torch.testing.assert_close(loaded, (own + other) / 2, rtol=1e-6, atol=1e-12)
+
+
+def test_groups_that_overlap_take_the_mean_of_those_that_are_finite(runs: dict[str, Recorded]) -> None:
+    # Three of four: of 0 and 1, of 1 and 2, of 2 and 3.
+    saved = [end_of(runs["a group bad"], group, 8) for group in range(4)]
+    assert not saved[1][0].isfinite().all()
+    for group, parents in enumerate([saved[:1], saved[2:3], saved[2:]]):
+        for loaded, of_parents in zip(start(runs["bad to three"], group), zip(*parents, strict=True), strict=True):
+            torch.testing.assert_close(loaded, torch.stack(of_parents).mean(0), rtol=1e-6, atol=1e-12)
+    for group in (0, 1):
+        assert f"Pier: group {group} takes the mean without saved group 1, not finite" in runs["bad to three"].printed
 
 
 def test_merged_groups_go_on_with_the_first_on_demand(runs: dict[str, Recorded]) -> None:

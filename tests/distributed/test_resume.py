@@ -86,6 +86,16 @@ _CONTROLS = [
     Run("one group for all, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/first --ckpt-step 9", _PROBES),
 ]
 
+_RERUN = [
+    Run(
+        "rerun",
+        _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--save {directory}/rerun --save-interval 100",
+        [],
+        ["ends for a rerun at 5"],
+    ),
+    Run("rerun, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/rerun", _PROBES),
+]
+
 # Iterations that pass: a batch size that grows, chunks of the model that read each for itself.
 _PASSING = "--iterations-to-skip 3 5 8 "
 _TP2_PASSING = _LAYOUTS["TP 2"] + _PIER + _PASSING
@@ -136,7 +146,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = _runs() + _CONTROLS + _PASSED + _BACKGROUND + _OF_SITES + _RULES
+    everything = _runs() + _CONTROLS + _RERUN + _PASSED + _BACKGROUND + _OF_SITES + _RULES
     return launch(directory, corpus, everything)
 
 
@@ -188,6 +198,11 @@ def test_finished_run_started_again_saves_what_it_was(directory: Path, runs: dic
 def test_converted_checkpoint_goes_on_exactly(directory: Path, runs: dict[str, Recorded]) -> None:
     assert described(directory / "converted" / "torch_dist", 8)["iteration"] == 8
     goes_on_exactly(runs["converted, resumed"], runs[base("TP 2", "bf16")], 8)
+
+
+def test_a_run_that_ends_for_a_rerun_goes_on_exactly(runs: dict[str, Recorded]) -> None:
+    assert "Pier resumes exactly from iteration 4" in runs["rerun, resumed"].printed
+    goes_on_exactly(runs["rerun, resumed"], runs[base("TP 2", "bf16")], 4)
 
 
 def test_inner_state_of_one_group_is_not_that_of_all(runs: dict[str, Recorded]) -> None:

@@ -183,11 +183,12 @@ def test_a_newer_release_has_the_rows_of_the_newest_that_is_known(newest: str) -
         assert not versions.is_between(None, "0.9")
     assert only_older.until == "0.17"
     assert only_older in of_first
-    assert len(of_first) == len(seams.TABLE) + len(seams.NEEDED) - 5
+    assert len(of_first) == len(seams.TABLE) + len(seams.NEEDED) - 6
 
 
 def run_of(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"pier": True, "optimizer": "adam", "pier_lighthouse": None, "async_save": False} | given)
+    stock = {"optimizer": "adam", "pier_lighthouse": None, "async_save": False, "log_params_norm": False}
+    return argparse.Namespace(**{"pier": True} | stock | given)
 
 
 def test_a_plain_run_replaces_few_functions_and_a_stock_run_none() -> None:
@@ -197,8 +198,13 @@ def test_a_plain_run_replaces_few_functions_and_a_stock_run_none() -> None:
     plain = len(seams.used(rows, run_of()))
     assert plain + len(seams.BEFORE_ARGUMENTS) <= 25
     assert seams.used(rows, run_of(pier=False)) == []
-    kinds = ({"optimizer": "muon"}, {"async_save": True}, {"pier_lighthouse": "http://localhost:1"})
-    assert [len(seams.used(rows, run_of(**kind))) - plain for kind in kinds] == [3, 2, 3]
+    kinds = (
+        {"optimizer": "muon"},
+        {"async_save": True},
+        {"pier_lighthouse": "http://localhost:1"},
+        {"log_params_norm": True},
+    )
+    assert [len(seams.used(rows, run_of(**kind))) - plain for kind in kinds] == [3, 2, 3, 1]
 
 
 def counted_by(script: str) -> int:
@@ -232,7 +238,7 @@ def everything():
 
 before = everything()
 seams.register()
-args = argparse.Namespace(pier=True, optimizer="muon", pier_lighthouse="x", async_save=True)
+args = argparse.Namespace(pier=True, optimizer="muon", pier_lighthouse="x", async_save=True, log_params_norm=True)
 rows = (*seams.BEFORE_ARGUMENTS, *seams.used(seams.TABLE, args))
 install(rows)
 after = everything()

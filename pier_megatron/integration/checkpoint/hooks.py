@@ -41,10 +41,11 @@ def describe_the_run[**P](
     build_metadata: Callable[P, dict[str, object]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> dict[str, object]:
     """Adds the run's description to a checkpoint's metadata."""
-    metadata = build_metadata(*args, **kwargs)
-    if isinstance(pier.saving, Saving):
+    metadata, settings = build_metadata(*args, **kwargs), versions.megatron_args()
+    # Without the optimizers' state it holds weights, as one of stock Megatron.
+    if isinstance(pier.saving, Saving) and not settings.no_save_optim:
         metadata[ENTRY] = pier.saving.description.to_metadata()
-        metadata[features.ENTRY] = features.settings(versions.megatron_args())
+        metadata[features.ENTRY] = features.settings(settings)
     return metadata
 
 
@@ -58,8 +59,6 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
         shown = loop.anchor_in_model(as_mean=not loop.config.has_common_anchor)
         trained = None if loop.is_synchronised else stack.enter_context(shown)
         saving = Saving(place, snapshot, checksums, trained, scheduler)
-        if dist.get_rank() == 0:
-            print(saving.announcement(), flush=True)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
         return save_checkpoint(*args, **kwargs)
 

@@ -5,6 +5,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
@@ -96,8 +99,9 @@ class Loading:
                 prefix = f"{group_prefix(source)}.{index}"
                 entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copies[source])
         first = request.inner_sources[0]
+        before = sum(self._inner_sources(saved, group)[0] == first for group in before_this)
         rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
-        entry["objects"] = sharded_object(first, rank, None, copy=(copies[first], copy))
+        entry["objects"] = sharded_object(first, rank, None, copy=(before, copy))
         if request.is_exact:
             entry["tensors"] = place.sharded_tensors(place.number, place.exact_tensors(request.snapshot))
         return {**(without_sharded(stock) if apart == request.inner_sources else stock), ENTRY: entry}
@@ -148,8 +152,8 @@ class Loading:
             return False
         entry = state[ENTRY]
         request.objects = entry["objects"]
-        inner_mean = _Mean(place.inner_states, place.store)
-        outer_mean = _Mean(lambda: place.outer_states(request.snapshot))
+        inner_mean = _Mean(place, request.inner_sources, place.inner_states, place.store)
+        outer_mean = _Mean(place, request.outer_sources, lambda: place.outer_states(request.snapshot))
         # In order, and each is done with before the next: Megatron reads into the optimizer itself.
         for source in request.inner_sources:
             if request.saved.is_apart(source):
@@ -162,11 +166,11 @@ class Loading:
                 place.store(inners)
             else:
                 load_stock({name: part for name, part in state.items() if name != ENTRY})
-            inner_mean.add()
+            inner_mean.add(source)
         for holder in request.outer_sources:
             for index, outer in enumerate(place.outer_states(request.snapshot)):
                 outer.load(entry[f"outer{index}.{holder}"], request.metadata)
-            outer_mean.add()
+            outer_mean.add(holder)
         if request.is_exact:
             for name, tensor in place.exact_tensors(request.snapshot).items():
                 if tensor.numel():
@@ -240,21 +244,31 @@ class Loading:
 
 
 class _Mean:
-    """The mean of what is put into the same tensors one after the other; one of them as it is."""
+    """The mean of what saved groups put into the same tensors one after the other; that of one group as it is."""
 
     def __init__(
         self,
+        place: RunPosition,
+        sources: Sequence[int | None],
         states: Callable[[], Sequence[ParameterState]],
         store: Callable[[Sequence[ParameterState]], None] = lambda states: None,
     ) -> None:
         """Begins with nothing; ``states`` are where the tensors are, ``store`` takes what was written to them."""
-        self._states, self._store = states, store
+        self._place, self._has_several, self._states, self._store = place, len(sources) > 1, states, store
         self._number = 0
         self._sums: list[ParameterState] = []
 
-    def add(self) -> None:
-        """Adds what the tensors hold now."""
+    def add(self, source: int | None) -> None:
+        """Adds what the tensors hold now, unless some of it is not finite; called by all ranks of the group."""
         states = self._states()
+        if not self._has_several:
+            return
+        is_finite = torch.tensor([all(state.is_finite for state in states)], dtype=torch.int32, device=self._place.device_type)
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._place.ranks)
+        if not is_finite:
+            if self._place.ranks.rank() == 0:
+                print(f" Pier: group {self._place.group} takes the mean without saved group {source}, not finite", flush=True)
+            return
         self._sums = self._sums or [state.zeros_on_host() for state in states]
         self._number += 1
         for total, state in zip(self._sums, states, strict=True):
@@ -262,7 +276,7 @@ class _Mean:
 
     def take(self) -> None:
         """Lets the tensors hold the mean."""
-        if self._number > 1:
+        if self._number:
             states = self._states()
             for total, state in zip(self._sums, states, strict=True):
                 total.divide(self._number)

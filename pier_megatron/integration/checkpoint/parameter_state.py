@@ -75,6 +75,11 @@ class ParameterState(abc.ABC):
         )
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all tensors are finite."""
+        return all(bool(tensor.isfinite().all()) for tensors in self.tensors.values() for tensor in tensors.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
@@ -66,8 +67,7 @@ class Saving:
     def _inner_states(self) -> list[ParameterState]:
         return self._place.inner_states(self._trained)
 
-    def announcement(self) -> str:
-        """What rank 0 says of the checkpoint."""
+    def _announcement(self) -> str:
         place, own = self._place, len(self.description.own_inner_state)
         outer, inner_state = (
             sum(state.nbytes / state.owner.copies for state in states) * place.ranks.size() / 1e6
@@ -89,6 +89,9 @@ class Saving:
 
     def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Completes the optimizer's sharded state; see :class:`pier_megatron.integration.optimizer.Completion`."""
+        # Only now: an optimizer that has not stepped has been given its state, and one that is not saved is not asked.
+        if dist.get_rank() == 0:
+            print(self._announcement(), flush=True)
         place, snapshot, group = self._place, self._snapshot, self._place.number
         entry: ShardedStateDict = {}
         prefix = group_prefix(group)
