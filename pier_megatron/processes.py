@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,13 @@ def end_with_one_message() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        try:
+            end(kind, error, traceback)
+        except KeyboardInterrupt as interrupt:
+            # What ends this process is that another one was interrupted first, or it is interrupted twice.
+            end(KeyboardInterrupt, interrupt, None)
+
+    def end(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         if not isinstance(error, PierConfigError | KeyboardInterrupt):
             before(kind, error, traceback)
             return
@@ -94,6 +102,7 @@ def end_with_one_message() -> None:
                 # If one rank of a node refuses, for example for lack of host memory, the others do too.
                 said = ""
         else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
         # Not sys.stderr: when loading a checkpoint fails, nobody reads its buffer.
         print(said, end="", file=sys.__stderr__, flush=True)

@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2047,
+    "": 2056,
     "bridge": 541,
-    "commands": 3544,
+    "commands": 3545,
     "cpu": 623,
     "exchange": 1943,
     "experiments": 4500,
-    "integration": 5657,
+    "integration": 5758,
     "megatron_api": 505,
-    "outer": 2685,
+    "outer": 2691,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

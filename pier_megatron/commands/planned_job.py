@@ -182,6 +182,8 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
         raise PierConfigError(no)
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
     changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
+    if (no := saved.refusal_of_length(present, args)) is not None:
+        raise PierConfigError(no)
     exactly = "up to rounding" if scaled(args) else "exactly"
     resumes = f"and the job resumes {exactly}, if gradient buckets are the same"
     how = f"with changes: {', '.join(changes)}" if changes else resumes

@@ -289,7 +289,7 @@ class Membership:
             )
         if strangers and 2 * len(known) <= self._most:
             # The lighthouse has counted strangers, so that these alone may be fewer than its --min-islands.
-            raise RuntimeError(f"strangers in a quorum with {len(known)} of {self._most} islands, must be more than half")
+            raise RuntimeError(f"{len(known)} of {self._most} islands of this run answer, must be more than half")
         common, others = _common_run(list(known.values()))
         if own in [list(known)[place] for place in others] and self._is_new:
             different = [

@@ -45,9 +45,9 @@ def compiled_for_another_python(folder: Path) -> str | None:
     if any((folder / f"{_HELPER}{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         return None
     python, config = shutil.which("python3"), shutil.which("python3-config")
-    named = _printed(config, "--extension-suffix") if config else ""
+    named = _printed(folder, config, "--extension-suffix") if config else ""
     asked = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
-    compiled = _printed(python, "-c", asked) if python else ""
+    compiled = _printed(folder, python, "-c", asked) if python else ""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     if named == compiled == suffix:
         return None
@@ -58,5 +58,6 @@ def compiled_for_another_python(folder: Path) -> str | None:
     )
 
 
-def _printed(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def _printed(folder: Path, *command: str) -> str:
+    # In the folder where make runs: a shim on the PATH may choose its Python by that.
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()

@@ -1,5 +1,6 @@
 """Checks and log lines before the first iteration of a run."""
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -7,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, Problems
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.state import ANCHOR, OuterState, Stored
+from pier_megatron.values import folder_to_write
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
 _BLACKWELL = (10, 0)
@@ -47,6 +49,24 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
             f"bits) per buffer it has {everyone[differing[0]].tolist()}, group 0 {everyone[0].tolist()}. All groups need "
             "the same --seed, no --data-parallel-random-init, and the same checkpoint if one is loaded."
         )
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Refuses folders that this rank cannot write to, before hours of training end at the first save.
+
+    Raises:
+        PierConfigError: With a message for each.
+    """
+    problems = Problems()
+    for flag in ("--save", "--tensorboard-dir"):
+        folder = getattr(args, flag[2:].replace("-", "_"), None)
+        if folder is not None and "://" not in folder:
+            with problems.collecting():
+                try:
+                    folder_to_write(folder)
+                except argparse.ArgumentTypeError as error:
+                    raise PierConfigError(f"{flag} {error}. Give another folder.") from None
+    problems.report()
 
 
 def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, available: int, is_pinned: bool) -> None:

@@ -28,7 +28,7 @@ from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
 
 
-class LeftBehindError(RuntimeError):
+class LeftBehindError(PierConfigError):
     """The other islands continued without this one."""
 
 
@@ -200,7 +200,9 @@ class ElasticSteps(OuterSteps):
                 raise refusals[exchange.rank]
             if refusals.keys() - behind.keys():
                 # They do not join the next collective, so no rank may wait for them there.
-                raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
+                raise RuntimeError(
+                    f"islands that cannot continue with the others end: {[standings[rank][_ISLAND] for rank in refusals]}"
+                )
             absent = sorted({*range(exchange.size)} - {*present} - {*behind})
             if absent:
                 # Until the outer step has succeeded: the anchor of the others with the iteration of this island is that of
@@ -276,6 +278,6 @@ def refusals_of(standings: Sequence[Standing], present: Sequence[int]) -> dict[i
         if rank not in found and standing[_IS_NEW] and names[standing[_ISLAND]] > 1:
             found[rank] = PierConfigError(
                 f"--pier-island {standing[_ISLAND]}: another island of that number is there. Each needs one of its own, from 0 "
-                "to --pier-groups less 1."
+                "to --pier-groups less 1. If this one was started again, end the processes of its former start."
             )
     return found

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.models import backends
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions

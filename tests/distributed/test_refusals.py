@@ -33,6 +33,17 @@ _REFUSED = {
         [],
         ["--pier-groups 2 is now 1", "ranks in a group 2 is now 4"],
     ),
+    "longer run, accepted": (
+        _PIER + _LOAD + "--train-iters 15 --pier-override-checkpoint",
+        [],
+        ["--train-iters 12 is now 15: Megatron refuses", "--override-opt_param-scheduler"],
+    ),
+    "no such iteration": (
+        _PIER + "--load {directory}/saved --ckpt-step 4",
+        [],
+        ["saved: there is no iter_0000004. Choose another iteration with --ckpt-step; whole ones there: 9"],
+    ),
+    "no folder": (_PIER + "--save /dev/null/runs --save-interval 9", [], ["--save /dev/null/runs: /dev/null is no folder"]),
     "longer run": (_PIER + _LOAD + "--train-iters 15", [], ["--train-iters 12 is now 15"]),
     "newer plugin": (_PIER + "--load {directory}/future", [], ["format 99", "pier_megatron 9.0", "Upgrade pier_megatron"]),
     "flipped bit": (
@@ -71,6 +82,10 @@ _RUNS = [
         sabotage=["nan in group 0 at 9", "nan in group 1 at 9"],
         fails=True,
     ),
+    Run(
+        "longer",
+        _PIER + _LOAD + "--train-iters 15 --pier-lazy-start-iters 6 --pier-override-checkpoint --override-opt_param-scheduler",
+    ),
     Run("accepted", _BASE + _LOAD + "--pier-sync-interval 2 --pier-lazy-start-iters 6 --pier-override-checkpoint"),
     Run(
         "not finite",
@@ -99,6 +114,7 @@ def test_all_groups_bad_is_a_clear_stop(runs: dict[str, Recorded]) -> None:
 
 def test_changes_can_be_accepted(runs: dict[str, Recorded]) -> None:
     assert set(runs["accepted"].losses) == {10, 11, 12}
+    assert set(runs["longer"].losses) == {*range(10, 16)}
 
 
 def test_moments_of_a_group_that_is_not_finite_are_replaced(runs: dict[str, Recorded]) -> None:

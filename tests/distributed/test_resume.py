@@ -96,6 +96,18 @@ _RERUN = [
     Run("rerun, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/rerun", _PROBES),
 ]
 
+# What is saved when no group has taken a step yet, and without the optimizers.
+_UNSTEPPED = (
+    _LAYOUTS["inner DP 2"]
+    + "--fp16 --initial-loss-scale 4294967296 "
+    + _PIER.replace("lazy-start-iters 6", "lazy-start-iters 0 --pier-preset diloco")
+)
+_EMPTY = [
+    Run("unstepped", _UNSTEPPED + "--save {directory}/unstepped --save-interval 12", _PROBES, saves=[2]),
+    Run("unstepped-from-2", _UNSTEPPED + "--load {directory}/unstepped --ckpt-step 2", _PROBES),
+    Run("weights", _UNSTEPPED + "--train-iters 4 --no-save-optim --save {directory}/weights --save-interval 4"),
+]
+
 # Iterations that pass: a batch size that grows, chunks of the model that read each for itself.
 _PASSING = "--iterations-to-skip 3 5 8 "
 _TP2_PASSING = _LAYOUTS["TP 2"] + _PIER + _PASSING
@@ -146,7 +158,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = _runs() + _CONTROLS + _RERUN + _PASSED + _BACKGROUND + _OF_SITES + _RULES
+    everything = _runs() + _CONTROLS + _RERUN + _EMPTY + _PASSED + _BACKGROUND + _OF_SITES + _RULES
     return launch(directory, corpus, everything)
 
 
@@ -203,6 +215,16 @@ def test_converted_checkpoint_goes_on_exactly(directory: Path, runs: dict[str, R
 def test_a_run_that_ends_for_a_rerun_goes_on_exactly(runs: dict[str, Recorded]) -> None:
     assert "Pier resumes exactly from iteration 4" in runs["rerun, resumed"].printed
     goes_on_exactly(runs["rerun, resumed"], runs[base("TP 2", "bf16")], 4)
+
+
+def test_a_run_that_has_not_stepped_goes_on_exactly(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["unstepped-from-2"], runs["unstepped"], 2)
+
+
+def test_weights_alone_are_no_state_of_a_run(directory: Path, runs: dict[str, Recorded]) -> None:
+    assert "pier" not in dist_checkpointing.load_content_metadata(str(directory / "weights" / "iter_0000004"))
+    assert "outer state 0" not in runs["weights"].printed
+    assert "outer state 0" in runs["unstepped"].printed
 
 
 def test_inner_state_of_one_group_is_not_that_of_all(runs: dict[str, Recorded]) -> None:

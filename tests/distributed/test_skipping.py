@@ -147,7 +147,7 @@ def test_off_is_stock(runs: dict[str, Recorded]) -> None:
 
 
 def test_each_phase_of_a_ramp_up_has_its_table(runs: dict[str, Recorded]) -> None:
-    said = re.findall(r"(\d+) of 6 stages x (\d+) micro-batches = 25.0% are skipped", runs["ramp-up"].printed)
+    said = re.findall(r"(\d+) of 6 x (\d+) \(stages x micro-batches\) = 25.0% are skipped", runs["ramp-up"].printed)
     assert said == [("3", "2"), ("12", "8")]
     for iteration, (skipped, micro_batches) in zip((1, 4), said, strict=True):
         visits = [sum(rank["visits"][iteration].values()) for rank in runs["ramp-up"].ranks]

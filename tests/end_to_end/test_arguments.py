@@ -95,6 +95,10 @@ _REFUSED = {
     f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
+    f"{_PIER} --pier-inner-optimizer muon --qk-clip --save /nowhere --save-interval 50 --save-params-interval 10": [
+        "--qk-clip cannot be used with several groups",
+        "--save-params-interval cannot be used with several groups in a launch: all groups would write the same files",
+    ],
     # One refusal lists all mistakes.
     f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1 --pier-overlap 60": [
         "--use-megatron-fsdp",

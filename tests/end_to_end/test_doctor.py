@@ -154,7 +154,9 @@ def test_compression() -> None:
 
 def test_skipping_of_stages() -> None:
     findings = accepted(_SKIPPING)
-    assert re.search(r"48 of 12 stages x 16 micro-batches = 25.0% are skipped; predicted: (0\.\d+) x the time", findings)
+    assert re.search(
+        r"48 of 12 x 16 \(stages x micro-batches\) = 25.0% are skipped; predicted: (0\.\d+) x a whole step", findings
+    )
     assert re.search(r"^  stage  5 on rank 1 [.#]{15}#$", findings, re.MULTILINE)
     assert "evaluation leaves out 2 of 12 stages: 3, 7" in findings
     assert "WARNING: --pier-skip-fraction" not in findings

@@ -204,6 +204,10 @@ _CASES: dict[str, tuple[str, ...]] = {
         "124,475,904 parameters x 58 bytes = 7.22 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
     ),
     "save, a file": (f"{_JOB} --save FOLDER/list/a --save-interval 9", "ERROR: --save FOLDER/list/a: FOLDER/list is no folder"),
+    "TensorBoard, a file": (
+        f"{_JOB} --tensorboard-dir FOLDER/list/a",
+        "ERROR: --tensorboard-dir FOLDER/list/a: FOLDER/list is",
+    ),
     "save, no room": (
         f"{_JOB} --save FOLDER/new --save-interval 50 --hidden-size 122880",
         "WARNING: --save FOLDER/new: a checkpoint of about",

@@ -53,7 +53,8 @@ def test_helper_compiled_for_another_python(checkout: Path, path: Path) -> None:
 
 
 def test_nothing_in_the_way(checkout: Path, path: Path) -> None:
-    python_config(path, _SUFFIX)
+    # Like pyenv's, it chooses a Python by the folder that it is asked in.
+    python_config(path, f"$(test $PWD = {checkout} && echo {_SUFFIX})")
     assert compiled_for_another_python(checkout) is None
     (checkout / "Makefile").unlink()
     python_config(path, "")

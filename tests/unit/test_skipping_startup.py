@@ -35,8 +35,8 @@ def _of_one_layer() -> Any:
 def test_every_phase_is_told_and_the_last_one_shown() -> None:
     with mock.patch.object(batches, "training_phases", return_value={16: 8, 32: 16}):
         lines = skipping.describe(args(pier_eval_skip="2,1"))
-    assert lines[0].startswith("Pier skipping: 32 of 16 stages x 8 micro-batches = 25.0% are skipped; predicted: 0.")
-    assert lines[1].startswith("Pier skipping: 64 of 16 stages x 16 micro-batches = 25.0% are skipped; predicted: 0.")
+    assert lines[0].startswith("Pier skipping: 32 of 16 x 8 (stages x micro-batches) = 25.0% are skipped; predicted: 0.")
+    assert lines[1].startswith("Pier skipping: 64 of 16 x 16 (stages x micro-batches) = 25.0% are skipped; predicted: 0.")
     assert "not measured" in lines[2]
     assert [re.fullmatch(r"  stage +(\d+) on rank (\d) [.#]{15}#", line)[2] for line in lines[3:19]] == list("0123" * 4)
     assert lines[19:] == ["Pier skipping: evaluation leaves out 2 of 16 stages: 1, 2"]

@@ -117,7 +117,8 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
         f"{arithmetic}; {free / 1e9:,.2f} GB are free there"
     )
     if needed > free:
-        first = ", or --pier-save-inner-state first" if config is not None and config.save_inner_state == "all" else ""
+        saves_less = config is not None and config.save_inner_state == "all" and free
+        first = ", or --pier-save-inner-state first" if saves_less else ""
         findings.warnings.append(
             f"--save {args.save}: a checkpoint of about {needed / 1e9:,.2f} GB does not fit into the {free / 1e9:,.2f} GB that "
             f"are free there. Make room{first}"

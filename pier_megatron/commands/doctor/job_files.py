@@ -10,13 +10,13 @@ from typing import Any
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
+from pier_megatron.integration.startup import check_folders
 from pier_megatron.megatron_api.tracker import tracker_of
-from pier_megatron.values import folder_to_write
 
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _LIST, _LISTS_BY_SPLIT = "--data-args-path", "--per-split-data-args-path"
 _TOKENIZER = ("--tokenizer-model", "--vocab-file", "--merge-file")
-_FOLDERS = ("--save", "--load", "--pretrained-checkpoint")
+_FOLDERS = ("--save", "--tensorboard-dir", "--load", "--pretrained-checkpoint")
 _SWITCHES = ("--mock-data", "--sft", "--exit-on-missing-checkpoint")
 # Files by their names; what looks like none of them, such as openai-community/gpt2, may be the name of a hub's.
 _LOOKS_LIKE_A_FILE = re.compile(r"[/~]|\.{1,2}/|.*\.(model|json|txt|bpe|vocab|tiktoken)$")
@@ -57,11 +57,8 @@ def look(given: Given, findings: Findings) -> None:
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
     _look_at_secret(given["--pier-secret-file"], findings)
-    if given["--save"] is not None and not is_in_object_store(given["--save"]):
-        try:
-            folder_to_write(given["--save"])
-        except argparse.ArgumentTypeError as error:
-            findings.errors.append(f"--save {error}. Give another folder.")
+    with findings.collecting():
+        check_folders(argparse.Namespace(save=given["--save"], tensorboard_dir=given["--tensorboard-dir"]))
     _look_at_load_folders(given, findings)
 
 

@@ -86,11 +86,12 @@ def _recipe(name: str, findings: Findings) -> Any:
     try:
         recipe = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise PierConfigError(f"--recipe {name}: {error}") from error
+        raise PierConfigError(f"--recipe {name}, seen from {os.getcwd()}: {error}") from error
     try:
         return recipe()
-    except ImportError as error:
-        if not _is_of_transformer_engine(str(error)):
-            raise PierConfigError(f"--recipe {name}: {error}") from error
+    except Exception as error:
+        # A recipe is the user's code, and may reach for a model hub.
+        if not (isinstance(error, ImportError) and _is_of_transformer_engine(str(error))):
+            raise PierConfigError(f"--recipe {name}: {type(error).__name__}: {error}") from error
         findings.notes.append(_UNKNOWN.format(error))
         return None

@@ -286,8 +286,8 @@ def describe(args: argparse.Namespace) -> list[str]:
         tables = [paths(args, count) for count in counts]
         for count, table in zip(counts, tables, strict=True):
             lines.append(
-                f"Pier skipping: {len(table.skipped)} of {table.stages} stages x {count} micro-batches = {table.fraction:.1%} "
-                f"are skipped; predicted: {share_of_whole_step(args, table):.3f} x the time of a whole step"
+                f"Pier skipping: {len(table.skipped)} of {table.stages} x {count} (stages x micro-batches) = "
+                f"{table.fraction:.1%} are skipped; predicted: {share_of_whole_step(args, table):.3f} x a whole step"
             )
         lines.append(
             f"  predicted, not measured: passes in Megatron's order, by layers, backward {backward_cost(args):g} x forward,"
@@ -320,8 +320,8 @@ def warnings(args: argparse.Namespace) -> list[str]:
         return []
     return [
         f"--pier-skip-fraction {args.pier_skip_fraction}: a step is predicted to take {share:.3f} x as long as a whole one: "
-        "the ranks of the first and the last stage, which are never skipped, have as much to do as before. Make these stages "
-        "smaller: --num-virtual-stages-per-pipeline-rank, or fewer layers at the ends by --pipeline-model-parallel-layout."
+        "the first and the last stage, which are never skipped, have as much to do as before. Make them smaller "
+        "(--num-virtual-stages-per-pipeline-rank, --pipeline-model-parallel-layout), or use more micro-batches than ranks."
     ]
 
 

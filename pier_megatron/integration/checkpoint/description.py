@@ -5,6 +5,7 @@ that reads a stock checkpoint reads this one. Pier adds the outer state, once, a
 groups never agree, the outer state is of each group too, and Megatron's keys hold the mean.
 """
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -236,6 +237,17 @@ class Description:
         return (
             f"--load {load}: island {self.island} has saved its own part of a run there. Groups of one launch cannot continue "
             "from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune."
+        )
+
+    def refusal_of_length(self, present: "Description", args: argparse.Namespace) -> str | None:
+        """Why Megatron would not load the schedules of a run with another length, by its arguments; None if it would."""
+        then, now = (run.settings["train_iters"] for run in (self, present))
+        if then == now or args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+            return None
+        return (
+            f"--train-iters {then} is now {now}: Megatron refuses to load learning-rate and weight-decay schedules of another "
+            "length. Use this run's with --override-opt_param-scheduler, or those that were saved with "
+            "--use-checkpoint-opt_param-scheduler."
         )
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:

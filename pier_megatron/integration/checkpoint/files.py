@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
     from pier_megatron.integration.optimizer import PierOptimizer
-
-
-class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is not what was written."""
 
 
 @current.in_pier_runs
@@ -35,18 +32,19 @@ def load_whole_files[R](
         finding: list[str | None] = [refusal(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(finding)
         if finding[0]:
-            raise DamagedCheckpointError(finding[0])
+            raise PierConfigError(finding[0])
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def refusal(folder: Path) -> str | None:
-    """What start-up and doctor say of a checkpoint that is damaged; None if it is whole."""
+    """What start-up and doctor say of a checkpoint that is damaged or was never saved; None if it is whole."""
     found = damage(folder)
     if found is None:
         return None
+    what = f"{folder} is damaged: {found}" if folder.is_dir() else f"{folder.parent}: there is no {folder.name}"
     whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
     return (
-        f"--load {folder} is damaged: {found}. Choose another iteration with --ckpt-step; whole ones there: "
+        f"--load {what}. Choose another iteration with --ckpt-step; whole ones there: "
         f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
     )
 

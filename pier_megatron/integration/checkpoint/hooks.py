@@ -12,12 +12,14 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.description import ENTRY
+from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.inner.choice import owners
 from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.tracker import stored_checkpoint
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
@@ -74,6 +76,9 @@ def load[**P](
         # With --finetune all begin from the same weights, whoever saved them.
         accepts_changes = loop.config.override_checkpoint or settings.finetune
         folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes))}
+    chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step) if settings.load else None
+    if settings.ckpt_step and chosen is not None and not chosen.exists():
+        raise PierConfigError(refusal(chosen))
     loading = Loading(place, loop)
     try:
         with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(folder):
@@ -84,7 +89,8 @@ def load[**P](
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
             "folder may be whole: choose one with --ckpt-step. If the error is about groups of parameters or the scheduler, "
-            "restore the flags of the run that was saved (--lr, --min-lr, --weight-decay)."
+            "restore the flags of the run that was saved (--lr, --min-lr, --weight-decay, --global-batch-size), or use this "
+            "run's schedules with --override-opt_param-scheduler."
         )
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])

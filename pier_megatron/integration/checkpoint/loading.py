@@ -12,7 +12,6 @@ from pier_megatron import features
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.description import ENTRY, Description, Metadata, checksum_name, group_prefix
-from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.integration.inner.requirements import scaled
@@ -24,6 +23,10 @@ from pier_megatron.outer.state import ANCHOR, MOMENTUM
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint is not what was written."""
 
 
 @dataclasses.dataclass
@@ -125,6 +128,8 @@ class Loading:
                 f"of island {saved.island}"
             ]
         changes = saved.check(present, config.override_checkpoint, lacking)
+        if (refusal := saved.refusal_of_length(present, versions.megatron_args())) is not None:
+            raise PierConfigError(refusal)
         is_exact = saved.is_exact_for(present) and not lacking
         progress = Progress(saved.iteration, saved.is_local, saved.is_synchronised, saved.last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})

@@ -36,8 +36,9 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Pa
             chosen = [own]
         elif shared is not None and step is None and not accepts_changes:
             print(
-                f" Pier: --load {root} has no checkpoint of island {island}, which starts at iteration 0 and joins the others "
-                f"in their next outer step. To start from the inner state of island {shared}, add --pier-override-checkpoint.",
+                f" Pier: --load {root} has no checkpoint of island {island}, which starts at iteration 0 and joins the others, "
+                f"if they are there, in their next outer step. To start from the inner state of island {shared}, add "
+                "--pier-override-checkpoint.",
                 flush=True,
             )
             chosen = [own]
