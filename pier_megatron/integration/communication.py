@@ -105,7 +105,7 @@ def ask_to_exit_when_together[**P, R](
 
 
 @current.in_the_local_phase
-def estimate_tokens[R: tuple[float | None, float | None]](consume: Callable[[], R], optimizer: "PierOptimizer") -> R:
+def estimate_tokens(consume: Callable[[], tuple[float | None, ...]], optimizer: "PierOptimizer") -> tuple[float | None, ...]:
     """Estimates the tokens of packed sequences, from which operations are counted, by those of this rank's replica."""
     if optimizer.loop.config.groups == optimizer.loop.config.launches:
         return consume()

@@ -45,7 +45,7 @@ def describe_the_run[**P](
     """Adds the run's description to a checkpoint's metadata."""
     metadata, settings = build_metadata(*args, **kwargs), versions.megatron_args()
     # Without the optimizers' state it holds weights, as one of stock Megatron.
-    if isinstance(pier.saving, Saving) and not settings.no_save_optim:
+    if isinstance(pier.saving, Saving) and not getattr(settings, "no_save_optim", False):
         metadata[ENTRY] = pier.saving.description.to_metadata()
         metadata[features.ENTRY] = features.settings(settings)
     return metadata
