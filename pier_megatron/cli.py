@@ -6,6 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from pier_megatron import experiments
 from pier_megatron.errors import PierConfigError, suggestion
@@ -34,6 +35,13 @@ _FIRST = """first steps:
 Pages: README.md and docs/quickstart.md of the repository."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what is wrong, without a screen of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
     from pier_megatron.commands import lighthouse
@@ -43,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
     modules = {"demo": demo, "doctor": doctor, "plan": plan, "lighthouse": lighthouse}
     modules |= experiments.modules("command")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pier-megatron",
         description="Tools around --optimizer pier for Megatron-LM.",
         epilog=_FIRST,
@@ -60,8 +68,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand, or lists them if none is given; returns the exit status."""
-    # Nine modules of Megatron say that Transformer Engine is absent. No command needs it, and doctor says so in one line.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    # Nine modules of Megatron say that Transformer Engine is absent, which doctor says in one line; PyTorch says that a
+    # checkpoint is read by one process.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.|torch\.distributed\.checkpoint\.")
     # What Python says of Megatron's sources when it compiles them.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     words = sys.argv[1:] if argv is None else list(argv)

@@ -9,13 +9,13 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2056,
+    "": 2065,
     "bridge": 541,
-    "commands": 3545,
+    "commands": 3546,
     "cpu": 623,
     "exchange": 1943,
     "experiments": 4500,
-    "integration": 5758,
+    "integration": 5761,
     "megatron_api": 505,
     "outer": 2691,
 }

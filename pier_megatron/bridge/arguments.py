@@ -144,7 +144,7 @@ class BridgeLoop:
         """Replaces each flag in a text by the setting of the configuration, if there is one."""
         for flags, settings in _OTHER_WORDS.items():
             text = text.replace(flags, settings)
-        return re.sub(r"(?<![\w/.-])--[a-z0-9]+(?:-[a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)
+        return re.sub(r"(?<![\w/.-])--[a-z0-9]+(?:[-_][a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)
 
     def _in_own_words(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, wire_of, work_bytes
@@ -51,22 +51,18 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
         )
 
 
-def check_folders(args: argparse.Namespace) -> None:
-    """Refuses folders that this rank cannot write to, before hours of training end at the first save.
+def check_folder(flag: str, folder: str | None) -> None:
+    """Refuses a folder that this rank cannot write to, before hours of training end at the first save.
 
     Raises:
-        PierConfigError: With a message for each.
+        PierConfigError: With the reason.
     """
-    problems = Problems()
-    for flag in ("--save", "--tensorboard-dir"):
-        folder = getattr(args, flag[2:].replace("-", "_"), None)
-        if folder is not None and "://" not in folder:
-            with problems.collecting():
-                try:
-                    folder_to_write(folder)
-                except argparse.ArgumentTypeError as error:
-                    raise PierConfigError(f"{flag} {error}. Give another folder.") from None
-    problems.report()
+    if folder is None or "://" in folder:
+        return
+    try:
+        folder_to_write(folder)
+    except argparse.ArgumentTypeError as error:
+        raise PierConfigError(f"{flag} {error}. Give another folder.") from None
 
 
 def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, available: int, is_pinned: bool) -> None:

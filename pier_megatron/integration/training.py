@@ -85,7 +85,7 @@ def with_outer_loop(
     from pier_megatron.integration.optimizer import PierOptimizer
 
     config = config_from_args(args)
-    startup.check_folders(args)
+    startup.check_folder("--save", args.save)
     members = owners(optimizer, model_chunks)
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]

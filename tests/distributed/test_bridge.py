@@ -353,6 +353,7 @@ with temporary_distributed_context(backend="gloo"):
     save_megatron_model(model if isinstance(model, list) else [model], sys.argv[2])
 loop = BridgeLoop(llama_tiny(), pier=True)
 assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
+assert loop.in_own_words("with --override-opt_param-scheduler") == "with config.scheduler.override_opt_param_scheduler"
 assert copy.copy(loop.arguments()).pier_sync_interval == 5
 for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
     checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)

@@ -47,6 +47,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     # The disk is full.
     attempt = job.run(faults=[{"fault": "disk is full", "rank": 1, "iteration": 16}])
     assert attempt.wait() != 0
+    assert "Pier: the checkpoint of iteration 16 is not whole. The ones before stay as they are" in attempt.log
     assert "Pier resumes exactly from iteration 8" in attempt.log
     assert job.last_saved() == 8
     seen |= attempt.losses()
@@ -89,6 +90,8 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     said = job.examined()[1]
     assert "whole, of iteration 24, " in said, said
     assert "--pier-preset pier is now diloco" in job.examined("--pier-preset diloco")[1]
+    longer = "--train-iters 40 --pier-lazy-start-iters 8 --pier-override-checkpoint"
+    assert "ERROR: --train-iters 24 is now 40: Megatron refuses" in job.examined(longer)[1]
 
     assert seen == losses
     assert job.last_saved() == ITERATIONS

@@ -10,7 +10,7 @@ from typing import Any
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
-from pier_megatron.integration.startup import check_folders
+from pier_megatron.integration.startup import check_folder
 from pier_megatron.megatron_api.tracker import tracker_of
 
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -57,8 +57,9 @@ def look(given: Given, findings: Findings) -> None:
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
     _look_at_secret(given["--pier-secret-file"], findings)
-    with findings.collecting():
-        check_folders(argparse.Namespace(save=given["--save"], tensorboard_dir=given["--tensorboard-dir"]))
+    for flag in ("--save", "--tensorboard-dir"):
+        with findings.collecting():
+            check_folder(flag, given[flag])
     _look_at_load_folders(given, findings)
 
 

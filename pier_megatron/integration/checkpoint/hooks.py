@@ -62,7 +62,14 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
         trained = None if loop.is_synchronised else stack.enter_context(shown)
         saving = Saving(place, snapshot, checksums, trained, scheduler)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
-        return save_checkpoint(*args, **kwargs)
+        try:
+            return save_checkpoint(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Pier: the checkpoint of iteration {loop.iteration} is not whole. The ones before stay as they are: "
+                "remove the cause, and the same command with --load resumes from the last."
+            )
+            raise
 
 
 @current.in_pier_runs
