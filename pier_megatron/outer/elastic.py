@@ -159,7 +159,7 @@ class ElasticSteps(OuterSteps):
                 exchange = self._quorums.meet(datetime.timedelta(seconds=within))
                 formed = self._attempt(exchange, own, verdict)
                 outcome = Outcome.SUCCEEDED
-            except (LeftBehindError, DivergedError, PierConfigError) as error:
+            except (DivergedError, PierConfigError) as error:
                 refusal, outcome = error, Outcome.REFUSED
             except (RuntimeError, OSError, ValueError) as error:
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
