@@ -19,6 +19,7 @@ from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.cpu.nodes import EmulatedNodes
 
 _ISLANDS, _PORT = 3, 29510
+_LEFT_BEHIND = "missed the outer step"
 _ARGUMENTS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
     f"--global-batch-size {2 * _ISLANDS} --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 16 "
@@ -82,7 +83,7 @@ class Islands:
 
     def iteration(self, island: int) -> int:
         """The last one that it has logged since its start, or since it was left behind and started again."""
-        found = re.findall(r" iteration +(\d+)/", self.log(island).rpartition("LeftBehindError")[2])
+        found = re.findall(r" iteration +(\d+)/", self.log(island).rpartition(_LEFT_BEHIND)[2])
         return int(found[-1]) if found else 0
 
     def log(self, island: int) -> str:
@@ -141,7 +142,7 @@ def misfortunes(islands: Islands, nodes: EmulatedNodes, timeout: int) -> Iterato
     for process in islands.processes(1):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-    yield "it wakes: until it says that it was left behind", seconds_until(lambda: "LeftBehindError" in islands.log(1))
+    yield "it wakes: until it says that it was left behind", seconds_until(lambda: _LEFT_BEHIND in islands.log(1))
     yield "torchrun starts it again: until it trains", seconds_until(lambda: islands.iteration(1) > 0)
     yield "nothing (two outer steps)", goes_on()
 

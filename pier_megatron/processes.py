@@ -88,6 +88,7 @@ def end_with_one_message() -> None:
             end(kind, error, traceback)
         except KeyboardInterrupt as interrupt:
             # What ends this process is that another one was interrupted first, or it is interrupted twice.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             end(KeyboardInterrupt, interrupt, None)
 
     def end(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
@@ -102,7 +103,6 @@ def end_with_one_message() -> None:
                 # If one rank of a node refuses, for example for lack of host memory, the others do too.
                 said = ""
         else:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
         # Not sys.stderr: when loading a checkpoint fails, nobody reads its buffer.
         print(said, end="", file=sys.__stderr__, flush=True)

@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes turns with files that wait for their processes and files that need the cores; the short tests come last."""
+    """Files of waiting processes and files of computing ones take turns; the short tests come last."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)

@@ -10,12 +10,12 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 2065,
-    "bridge": 541,
-    "commands": 3546,
+    "bridge": 546,
+    "commands": 3547,
     "cpu": 623,
     "exchange": 1943,
     "experiments": 4500,
-    "integration": 5761,
+    "integration": 5759,
     "megatron_api": 505,
     "outer": 2691,
 }

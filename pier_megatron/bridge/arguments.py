@@ -83,6 +83,11 @@ class BridgeArguments:
         return not self._config.checkpoint.load_rng
 
     @property
+    def no_save_optim(self) -> bool:
+        """Whether checkpoints hold weights alone."""
+        return not self._config.checkpoint.save_optim
+
+    @property
     def expert_tensor_parallel_size(self) -> int:
         """Megatron's arguments have the tensor-parallel size where none is given."""
         model = self._config.model

@@ -22,7 +22,7 @@ from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.flags import check_words
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
-from pier_megatron.integration.checkpoint.description import ENTRY, Description
+from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
 from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.inner.requirements import scaled
 from pier_megatron.integration.seams import register
@@ -174,19 +174,20 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder)) or {}
     if ENTRY not in metadata:
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"
-    if getattr(args, "finetune", False):
-        # Megatron then reads the weights alone, whoever has saved them.
-        return f"{folder}: with --finetune, Pier begins from its weights, without outer momentum"
+    for weights_only in ("finetune", "no_load_optim"):
+        if getattr(args, weights_only, None):
+            # Megatron then reads the weights alone, whoever has saved them.
+            return f"{folder}: with {flag(weights_only)}, Pier begins from its weights, without outer momentum"
     saved = Description.from_metadata(metadata[ENTRY])
     if (no := saved.refusal_in_one_launch(config, args.load)) is not None:
         raise PierConfigError(no)
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
     changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
-    if (no := saved.refusal_of_length(present, args)) is not None:
-        raise PierConfigError(no)
     exactly = "up to rounding" if scaled(args) else "exactly"
     resumes = f"and the job resumes {exactly}, if gradient buckets are the same"
     how = f"with changes: {', '.join(changes)}" if changes else resumes
+    if present.settings["train_iters"] != saved.settings["train_iters"] and not args.override_opt_param_scheduler:
+        how += f"; if that changes the length of its schedules, Megatron asks for {SCHEDULES}"
     return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 
 

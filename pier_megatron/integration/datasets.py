@@ -60,4 +60,8 @@ def compiled_for_another_python(folder: Path) -> str | None:
 
 def _printed(folder: Path, *command: str) -> str:
     # In the folder where make runs: a shim on the PATH may choose its Python by that.
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
+    except OSError:
+        # Found by a relative entry of the PATH, which leads nowhere from there.
+        return ""

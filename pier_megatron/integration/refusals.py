@@ -30,12 +30,7 @@ _WEIGHT_SHARDS = {
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
 # Flags that write a file for each shard of the model in the middle of an iteration.
-_WRITES_SHARDS = (
-    "save_params_interval",
-    "save_activations_interval",
-    "save_dgrads_interval",
-    "save_tokens_per_expert_interval",
-)
+_WRITES_SHARDS = ("save_params_interval", "save_activations_interval", "save_dgrads_interval")
 # Flags that make Megatron query all ranks of the launch: the flag, its interval, and the query.
 _OF_ALL_RANKS = (
     ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
@@ -262,6 +257,10 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
                 kind is not None,
                 f"--non-persistent-ckpt-type {kind}: an island looks for its checkpoint among persistent ones. Use "
                 "--save-interval",
+            ),
+            (
+                saves and getattr(args, "no_save_optim", False),
+                "--no-save-optim: an island knows its folder by its own state there. Drop it",
             ),
             (first, "--pier-save-inner-state first: each island saves a checkpoint of its own. Save all"),
             (

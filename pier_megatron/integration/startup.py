@@ -57,7 +57,7 @@ def check_folder(flag: str, folder: str | None) -> None:
     Raises:
         PierConfigError: With the reason.
     """
-    if folder is None or "://" in folder:
+    if not folder or "://" in folder:
         return
     try:
         folder_to_write(folder)

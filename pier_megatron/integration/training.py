@@ -85,7 +85,6 @@ def with_outer_loop(
     from pier_megatron.integration.optimizer import PierOptimizer
 
     config = config_from_args(args)
-    startup.check_folder("--save", args.save)
     members = owners(optimizer, model_chunks)
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
@@ -95,6 +94,7 @@ def with_outer_loop(
     is_elastic = config.lighthouse is not None
     if is_elastic:
         elastic_island.use_own_folders(versions.megatron_args())
+    startup.check_folder("--save", versions.megatron_args().save)
     topology = Topology.gather(_own_rank(config))
     topology.check()
     beside = topology.ranks_beside(dist.get_rank())

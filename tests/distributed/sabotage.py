@@ -61,15 +61,25 @@ def _losses_are_averaged(directory: Path) -> Patch:
     return mock.patch.object(pretrain_bytes, "_loss", loss)
 
 
-def _sequences_are_packed(directory: Path) -> Patch:
+@contextlib.contextmanager
+def _sequences_are_packed(directory: Path) -> Iterator[None]:
     """Tells Megatron the lengths of sequences in every micro-batch, as pretrain_gpt.py does with ``--sft``."""
-    forward_step = pretrain_bytes.forward_step
+    forward_step, count = pretrain_bytes.forward_step, megatron_training.num_floating_point_operations
 
     def forward_packed(*args: Any) -> Any:
         megatron_training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 10, 32]))
         return forward_step(*args)
 
-    return mock.patch.object(pretrain_bytes, "forward_step", forward_packed)
+    def count_all(*args: Any, **packed: Any) -> Any:
+        # 32 tokens in each of two micro-batches of four replicas.
+        assert packed["total_real_tokens_in_batch"] == 256
+        return count(*args, **packed)
+
+    with (
+        mock.patch.object(pretrain_bytes, "forward_step", forward_packed),
+        mock.patch.object(megatron_training, "num_floating_point_operations", count_all),
+    ):
+        yield
 
 
 def _ends_for_a_rerun(directory: Path) -> Patch:

@@ -36,7 +36,7 @@ _REFUSED = {
     "longer run, accepted": (
         _PIER + _LOAD + "--train-iters 15 --pier-override-checkpoint",
         [],
-        ["--train-iters 12 is now 15: Megatron refuses", "--override-opt_param-scheduler"],
+        ["Megatron refuses: OptimizerParamScheduler: ", "total number of iterations", "Add --override-opt_param-scheduler"],
     ),
     "no such iteration": (
         _PIER + "--load {directory}/saved --ckpt-step 4",

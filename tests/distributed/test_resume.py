@@ -86,7 +86,10 @@ _CONTROLS = [
     Run("one group for all, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/first --ckpt-step 9", _PROBES),
 ]
 
+_ALONE = _LAYOUTS["TP 2"] + _PIER.replace("groups 2", "groups 1").replace("iters 6", "iters 3")
 _RERUN = [
+    Run("alone, rerun", _ALONE + "--save {directory}/alone --save-interval 100", [], ["ends for a rerun at 5"]),
+    Run("alone, rerun, resumed", _ALONE + "--load {directory}/alone"),
     Run(
         "rerun",
         _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--save {directory}/rerun --save-interval 100",
@@ -215,6 +218,9 @@ def test_converted_checkpoint_goes_on_exactly(directory: Path, runs: dict[str, R
 def test_a_run_that_ends_for_a_rerun_goes_on_exactly(runs: dict[str, Recorded]) -> None:
     assert "Pier resumes exactly from iteration 4" in runs["rerun, resumed"].printed
     goes_on_exactly(runs["rerun, resumed"], runs[base("TP 2", "bf16")], 4)
+    # In the local phase, of one group.
+    assert "Pier resumes exactly from iteration 4" in runs["alone, rerun, resumed"].printed
+    assert set(runs["alone, rerun, resumed"].losses) == set(range(5, 13))
 
 
 def test_a_run_that_has_not_stepped_goes_on_exactly(runs: dict[str, Recorded]) -> None:

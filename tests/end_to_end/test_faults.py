@@ -91,7 +91,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert "whole, of iteration 24, " in said, said
     assert "--pier-preset pier is now diloco" in job.examined("--pier-preset diloco")[1]
     longer = "--train-iters 40 --pier-lazy-start-iters 8 --pier-override-checkpoint"
-    assert "ERROR: --train-iters 24 is now 40: Megatron refuses" in job.examined(longer)[1]
+    assert "--train-iters 24 is now 40; if that changes the length of its schedules" in job.examined(longer)[1]
 
     assert seen == losses
     assert job.last_saved() == ITERATIONS

@@ -5,7 +5,6 @@ that reads a stock checkpoint reads this one. Pier adds the outer state, once, a
 groups never agree, the outer state is of each group too, and Megatron's keys hold the mean.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -19,6 +18,9 @@ from pier_megatron.version import __version__
 
 FORMAT = 10
 """Raised when what is written changes: a plugin reads its own format alone."""
+
+SCHEDULES = "--override-opt_param-scheduler (this run's), or --use-checkpoint-opt_param-scheduler (those that were saved)"
+"""What Megatron asks for where the schedules of learning rate and weight decay have another length than those saved."""
 
 ENTRY = "pier"
 """Key of the plugin's own content, in Megatron's content metadata and in the optimizer's state dict."""
@@ -237,17 +239,6 @@ class Description:
         return (
             f"--load {load}: island {self.island} has saved its own part of a run there. Groups of one launch cannot continue "
             "from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune."
-        )
-
-    def refusal_of_length(self, present: "Description", args: argparse.Namespace) -> str | None:
-        """Why Megatron would not load the schedules of a run with another length, by its arguments; None if it would."""
-        then, now = (run.settings["train_iters"] for run in (self, present))
-        if then == now or args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
-            return None
-        return (
-            f"--train-iters {then} is now {now}: Megatron refuses to load learning-rate and weight-decay schedules of another "
-            "length. Use this run's with --override-opt_param-scheduler, or those that were saved with "
-            "--use-checkpoint-opt_param-scheduler."
         )
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:

@@ -11,7 +11,7 @@ from pier_megatron import features
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
-from pier_megatron.integration.checkpoint.description import ENTRY
+from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES
 from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
@@ -45,7 +45,7 @@ def describe_the_run[**P](
     """Adds the run's description to a checkpoint's metadata."""
     metadata, settings = build_metadata(*args, **kwargs), versions.megatron_args()
     # Without the optimizers' state it holds weights, as one of stock Megatron.
-    if isinstance(pier.saving, Saving) and not getattr(settings, "no_save_optim", False):
+    if isinstance(pier.saving, Saving) and not settings.no_save_optim:
         metadata[ENTRY] = pier.saving.description.to_metadata()
         metadata[features.ENTRY] = features.settings(settings)
     return metadata
@@ -67,7 +67,7 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
         except Exception as error:
             error.add_note(
                 f"Pier: the checkpoint of iteration {loop.iteration} is not whole. The ones before stay as they are: "
-                "remove the cause, and the same command with --load resumes from the last."
+                "remove the cause and start again from the last."
             )
             raise
 
@@ -83,9 +83,14 @@ def load[**P](
         # With --finetune all begin from the same weights, whoever saved them.
         accepts_changes = loop.config.override_checkpoint or settings.finetune
         folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes))}
-    chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step) if settings.load else None
-    if settings.ckpt_step and chosen is not None and not chosen.exists():
-        raise PierConfigError(refusal(chosen))
+    found: list[str | None] = [None]
+    if settings.load and settings.ckpt_step and getattr(settings, "non_persistent_ckpt_type", None) is None:
+        chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step)
+        if dist.get_rank() == 0 and chosen is not None and not chosen.exists():
+            found = [refusal(chosen)]
+        dist.broadcast_object_list(found)
+    if found[0] is not None:
+        raise PierConfigError(found[0])
     loading = Loading(place, loop)
     try:
         with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(folder):
@@ -93,11 +98,12 @@ def load[**P](
     except PierConfigError:
         raise
     except Exception as error:
+        if isinstance(error, AssertionError) and "OptimizerParamScheduler" in str(error):
+            raise PierConfigError(f"--load: Megatron refuses: {error}. Add {SCHEDULES}.") from error
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
-            "folder may be whole: choose one with --ckpt-step. If the error is about groups of parameters or the scheduler, "
-            "restore the flags of the run that was saved (--lr, --min-lr, --weight-decay, --global-batch-size), or use this "
-            "run's schedules with --override-opt_param-scheduler."
+            "folder may be whole: choose one with --ckpt-step. If the error is about groups of parameters, restore the flags "
+            "of the run that was saved (--lr, --min-lr, --weight-decay)."
         )
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])

@@ -128,8 +128,6 @@ class Loading:
                 f"of island {saved.island}"
             ]
         changes = saved.check(present, config.override_checkpoint, lacking)
-        if (refusal := saved.refusal_of_length(present, versions.megatron_args())) is not None:
-            raise PierConfigError(refusal)
         is_exact = saved.is_exact_for(present) and not lacking
         progress = Progress(saved.iteration, saved.is_local, saved.is_synchronised, saved.last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
