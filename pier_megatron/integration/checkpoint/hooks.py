@@ -83,14 +83,14 @@ def load[**P](
         # With --finetune all begin from the same weights, whoever saved them.
         accepts_changes = loop.config.override_checkpoint or settings.finetune
         folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes))}
-    found: list[str | None] = [None]
+    missing: list[str | None] = [None]
     if settings.load and settings.ckpt_step and getattr(settings, "non_persistent_ckpt_type", None) is None:
         chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step)
         if dist.get_rank() == 0 and chosen is not None and not chosen.exists():
-            found = [refusal(chosen)]
-        dist.broadcast_object_list(found)
-    if found[0] is not None:
-        raise PierConfigError(found[0])
+            missing = [refusal(chosen)]
+        dist.broadcast_object_list(missing)
+    if missing[0] is not None:
+        raise PierConfigError(missing[0])
     loading = Loading(place, loop)
     try:
         with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(folder):
