@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
@@ -64,7 +65,7 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
         try:
             return save_checkpoint(*args, **kwargs)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             error.add_note(
                 f"Pier: the checkpoint of iteration {loop.iteration} is not whole. The ones before stay as they are: "
                 "remove the cause and start again from the last."
@@ -97,7 +98,7 @@ def load[**P](
             result = load_checkpoint(*args, **kwargs)
     except PierConfigError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         if isinstance(error, AssertionError) and "OptimizerParamScheduler" in str(error):
             raise PierConfigError(f"--load: Megatron refuses: {error}. Add {SCHEDULES}.") from error
         error.add_note(
