@@ -42,7 +42,7 @@ $(VENV)/bridge: $(VENV)/.ready tests/bridge-requirements.txt
 	@touch $@
 
 # For two cores: one file waits for its processes while others use the cores. What a file's tests share stays in one process. In the
-# order of tests/conftest.py, the short tests come last and fill what is left of both processes.
+# order of testpaths, the short tests come last and fill what is left of both processes.
 test: setup $(RELEASES)
 	@$(MAKE) --no-print-directory $(VENV)/bridge || echo "Megatron-Bridge cannot be installed here: its tests are skipped."
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder

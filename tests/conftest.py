@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import itertools
 import os
 import random
 import signal
@@ -47,17 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         # While it can be seen: some folders hide it from what they start.
         torch.cuda.init()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of waiting processes and files of computing ones take turns; the short tests come last."""
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    compute = [path for path in files if path.parent.name == "distributed"]
-    wait = [path for path in files if path.parent.name in ("loop", "end_to_end")]
-    turns = [path for pair in itertools.zip_longest(wait, compute) for path in pair if path is not None]
-    items[:] = [item for path in dict.fromkeys([*turns, *files]) for item in files[path]]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
