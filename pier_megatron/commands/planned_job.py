@@ -186,7 +186,8 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     exactly = "up to rounding" if scaled(args) else "exactly"
     resumes = f"and the job resumes {exactly}, if gradient buckets are the same"
     how = f"with changes: {', '.join(changes)}" if changes else resumes
-    if present.settings["train_iters"] != saved.settings["train_iters"] and not args.override_opt_param_scheduler:
+    is_chosen = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if present.settings["train_iters"] != saved.settings["train_iters"] and not is_chosen:
         how += f"; if that changes the length of its schedules, Megatron asks for {SCHEDULES}"
     return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 

@@ -1,6 +1,7 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins."""
 
 import argparse
+import contextlib
 import copy
 import datetime
 import faulthandler
@@ -222,15 +223,13 @@ def take_step[R: tuple[object, ...]](
         optimizer.has_seen_samples = True
     loop = optimizer.loop
     optimizer.begin_iteration(iteration)
-    if not loop.is_local:
+    # Elastic islands alone have a clock, and no lazy start.
+    if optimizer.clock is not None:
+        optimizer.clock.begin_iteration()
+    with confined_to_group(optimizer.model_chunks[0]) if loop.is_local else contextlib.nullcontext():
         result = step()
-    else:
-        if optimizer.clock is not None:
-            optimizer.clock.begin_iteration()
-        with confined_to_group(optimizer.model_chunks[0]):
-            result = step()
-        if optimizer.clock is not None:
-            optimizer.clock.end_iteration(scheduler)
+    if optimizer.clock is not None:
+        optimizer.clock.end_iteration(scheduler)
     _, _, _, should_exit, exit_code, *_ = result
     if should_exit and (not loop.is_local or loop.config.groups == loop.config.launches):
         # Megatron saves what there was before the iteration.
