@@ -128,6 +128,11 @@ def existing_file(text: str) -> Path:
     return Path(text)
 
 
+def is_in_object_store(path: str) -> bool:
+    """Whether a path is not one of a file system."""
+    return re.match(r"\w+://", path) is not None
+
+
 def any_path(text: str) -> str:
     """Path that need not exist where it is parsed."""
     if not text:

@@ -14,7 +14,7 @@ from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.state import ANCHOR, OuterState, Stored
-from pier_megatron.values import folder_to_write
+from pier_megatron.values import folder_to_write, is_in_object_store
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
 _BLACKWELL = (10, 0)
@@ -57,7 +57,7 @@ def check_folder(flag: str, folder: str | None) -> None:
     Raises:
         PierConfigError: With the reason.
     """
-    if not folder or "://" in folder:
+    if not folder or is_in_object_store(folder):
         return
     try:
         folder_to_write(folder)

@@ -24,6 +24,7 @@ from pier_megatron.integration.checkpoint.size import bytes_per_parameter
 from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
+from pier_megatron.values import is_in_object_store
 from pier_megatron.version import __version__
 
 
@@ -106,7 +107,7 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
-    if args.save is None or job_files.is_in_object_store(args.save) or planned_sizes.why_unknown(args) is not None:
+    if args.save is None or is_in_object_store(args.save) or planned_sizes.why_unknown(args) is not None:
         return
     parameters, parts = planned_sizes.parameters_of_model(args), bytes_per_parameter(args, config)
     each, free = sum(parts.values()), shutil.disk_usage(job_files.nearest(Path(args.save))).free

@@ -12,6 +12,7 @@ from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
 from pier_megatron.integration.startup import check_folder
 from pier_megatron.megatron_api.tracker import tracker_of
+from pier_megatron.values import is_in_object_store
 
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _LIST, _LISTS_BY_SPLIT = "--data-args-path", "--per-split-data-args-path"
@@ -116,11 +117,6 @@ def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> 
         findings.warnings.append(
             f"{none}, which Megatron's data sets open: the job starts only if the script reads its data in another way"
         )
-
-
-def is_in_object_store(path: str) -> bool:
-    """Whether a path is not one of a file system."""
-    return re.match(r"\w+://", path) is not None
 
 
 def _look_at_secret(path: str | None, findings: Findings) -> None:

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
-class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is not what was written."""
-
-
 @dataclasses.dataclass
 class _Request:
     """What has been asked of a checkpoint.
@@ -214,7 +210,7 @@ class Loading:
             Request that the run resumes from, or None if it begins.
 
         Raises:
-            DamagedCheckpointError: If the outer state is not what was saved.
+            PierConfigError: If the outer state is not what was saved.
         """
         request = self._request
         if request is None or request.objects is None:
@@ -232,6 +228,7 @@ class Loading:
         return _resumption(request)
 
     def _verify(self, request: _Request) -> None:
+        """Compares checksums; called by all ranks of the launch, since those of one group may be the only ones to differ."""
         saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
         if saved.remembers_otherwise(request.present):
             # The checkpoint's momentum was dropped: only the anchor can be compared.
@@ -239,10 +236,13 @@ class Loading:
         [source, *others] = request.outer_sources
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
-        if wrong:
-            raise DamagedCheckpointError(
-                f"--load {versions.megatron_args().load}: the {' and the '.join(wrong)} of iteration {saved.iteration} are not "
-                "what was saved: their checksums differ. The files are damaged. Choose another iteration with --ckpt-step."
+        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, wrong)
+        if any(of_ranks):
+            what = f"the {' and the '.join(max(of_ranks))} of iteration {saved.iteration}"
+            raise PierConfigError(
+                f"--load {versions.megatron_args().load}: {what} are not what was saved: their checksums differ. The files are "
+                "damaged. Choose another iteration with --ckpt-step."
             )
 
 
