@@ -1,7 +1,6 @@
 """The outer loop on a GPU that is not there: what mixes devices, waits or reads garbage, and what an outer step takes."""
 
 import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange import coding, encoded
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.membership import Outcome
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.startup import Takes
@@ -34,7 +32,7 @@ from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 # Where the host may wait for the device inside an iteration, and why.
-_MEANT = {
+_REASONS = {
     "verdicts.py:own_verdict": "whether the parameters are finite decides what the host launches next",
     "verdicts.py:Verdicts.all": "the other groups' verdicts do so too; on a stream of its own",
     "report.py:OuterStepReports.write_arrived": "numbers of a line in the log, which have arrived; on a stream of its own",
@@ -49,28 +47,10 @@ _MEANT = {
     "state.py:OuterState.checksum": "of an offloaded anchor they sum the bits on the host",
 }
 
+_MEANT = {f"pier_megatron/outer/{place}": reason for place, reason in _REASONS.items()}
+
 _NUMEL, _CHUNK = 3000, 1024
 _INTERVAL = 4
-
-
-def meant() -> dict[str, str]:
-    """Reasons of waits by place."""
-    return {f"pier_megatron/outer/{place}": reason for place, reason in _MEANT.items()}
-
-
-@dataclasses.dataclass
-class Trained:
-    """What a GPU has done, iteration by iteration from the first one.
-
-    Attributes:
-        waits: Times that the host has waited for what the device computes.
-        apart: Times that it has waited for another stream alone.
-        launches: Launches by operation.
-    """
-
-    waits: list[int] = dataclasses.field(default_factory=list)
-    apart: list[int] = dataclasses.field(default_factory=list)
-    launches: list[dict[str, int]] = dataclasses.field(default_factory=list)
 
 
 def config_of(**settings: Any) -> PierConfig:
@@ -114,9 +94,15 @@ def watched(
         yield gpu, exchange, sites
 
 
-def train(config: PierConfig, shards: Callable[[torch.device], list[Shards]] = shards_on, looks_back: bool = False) -> Trained:
-    """Trains on a GPU that is not there, where a wait that is not meant is an error."""
-    found, device = Trained(), torch.device("cuda")
+def train(
+    config: PierConfig, shards: Callable[[torch.device], list[Shards]] = shards_on, looks_back: bool = False
+) -> list[tuple[int, int, int]]:
+    """Trains on a GPU that is not there, where a wait that is not meant is an error.
+
+    Returns:
+        Waits for what the device computes, waits for another stream alone, and launches, by iteration.
+    """
+    found, device = [], torch.device("cuda")
     with watched(config) as (gpu, exchange, sites):
         owned = shards(device)
         moments = {id(tensor): torch.empty_like(tensor) for alike in owned for tensor in alike.tensors}
@@ -125,14 +111,12 @@ def train(config: PierConfig, shards: Callable[[torch.device], list[Shards]] = s
         )
         loop.rehearse()
         for iteration in range(1, config.train_iters + 1):
-            gpu.meant = meant()
+            gpu.meant = _MEANT
             gpu.forget()
             loop.begin_iteration(iteration)
             loop.note_training(torch.empty(1, device=device), 1.0)
             loop.end_iteration()
-            found.waits.append(gpu.waits.total())
-            found.apart.append(gpu.waits_apart.total())
-            found.launches.append(dict(gpu.launches))
+            found.append((gpu.waits.total(), gpu.waits_apart.total(), gpu.launches.total()))
             gpu.meant = None
             if looks_back:
                 with loop.anchor_in_model():
@@ -148,11 +132,7 @@ _WAYS: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "blocking, int1": ({"exchange_dtype": "int1"}, [0, 0, 0, 3], [0, 0, 0, 2]),
     "offloaded, int1": ({"offload": True, "exchange_dtype": "int1"}, [0, 0, 0, 3], [0, 0, 0, 2]),
     "overlapped": ({"overlap": 3}, [0, 0, 0, 1], [0, 0, 2, 0]),
-    "overlapped, offloaded, int1": (
-        {"overlap": 3, "offload": True, "exchange_dtype": "int1"},
-        [0, 0, 0, 1],
-        [0, 0, 2, 0],
-    ),
+    "overlapped, offloaded, int1": ({"overlap": 3, "offload": True, "exchange_dtype": "int1"}, [0, 0, 0, 1], [0, 0, 2, 0]),
     "fragments": ({"overlap": 1, "fragments": 2}, [0, 1, 0, 1], [2, 0, 2, 0]),
     "pairs, offloaded": ({"preset": "noloco", "groups": 4, "offload": True}, [0, 0, 0, 1], [0, 0, 0, 2]),
     "pairs, overlapped": ({"preset": "noloco", "groups": 4, "overlap": 2}, [0, 0, 0, 1], [0, 2, 0, 0]),
@@ -165,34 +145,22 @@ def test_host_waits_only_where_it_is_meant_to(way: str) -> None:
     settings, waits, apart = _WAYS[way]
     trained = train(config_of(**settings))
     # The lazy start has copies to the host, and the last iteration an outer step of its own.
-    interval = slice(2 * _INTERVAL, 3 * _INTERVAL)
-    assert (trained.waits[interval], trained.apart[interval]) == (waits, apart)
+    assert [each[:2] for each in trained[2 * _INTERVAL : 3 * _INTERVAL]] == [*zip(waits, apart, strict=True)]
     if "offload" not in settings:
-        assert not any(trained.waits[:_INTERVAL])
+        assert not any(of_device for of_device, *_ in trained[:_INTERVAL])
 
 
 def test_main_parameters_in_halves_stay_on_the_device() -> None:
     trained = train(config_of(exchange_dtype="int8"), shards=halves_on)
-    assert trained.waits[2 * _INTERVAL : 3 * _INTERVAL] == [0, 0, 0, 3]
+    assert [of_device for of_device, *_ in trained[2 * _INTERVAL : 3 * _INTERVAL]] == [0, 0, 0, 3]
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": 3, "offload": True, "fragments": 2, "exchange_dtype": "int1"}])
 def test_excluded_groups_and_snapshots_mix_no_devices(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verdicts, "all", lambda verdicts: (NOT_FINITE, GOOD))
-    rare = ("steps.py:OuterSteps.restart", "share.py:Moments.hand_over")
+    rare = ("pier_megatron/outer/steps.py:OuterSteps.restart", "pier_megatron/outer/share.py:Moments.hand_over")
     monkeypatch.setattr(f"{__name__}._MEANT", _MEANT | dict.fromkeys(rare, "a group is excluded"))
     train(config_of(**{"train_iters": 9} | settings), looks_back=True)
-
-
-class _Membership:
-    def __init__(self, exchange: GroupExchange) -> None:
-        self._exchange = exchange
-
-    def meet(self, within: object) -> GroupExchange:
-        return self._exchange
-
-    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
-        return outcome
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -201,12 +169,13 @@ def test_elastic_islands(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(elastic, "refusals_of", lambda standings, present: {})
     config = config_of(sync_interval=1, lazy_start_iters=0, preset="diloco", lighthouse="http://other", offload=offload)
     with watched(config) as (gpu, exchange, _):
-        islands = ElasticMembership(_Membership(exchange), own=0, wait_seconds=60)
+        meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome)
+        islands = ElasticMembership(meets, own=0, wait_seconds=60)
         loop = OuterLoop([shards_on(torch.device("cuda"))], config, GroupExchange(codec=config.codec), islands=islands)
         loop.rehearse()
         loop.begin_iteration(1)
         gpu.forget()
-        gpu.meant = meant()
+        gpu.meant = _MEANT
         loop.end_iteration()
     # Offloaded, each of the eight pieces of the parameters comes from the host, and so does the sum of the anchor's bits.
     assert (gpu.waits.total(), gpu.waits_apart.total()) == ((7 + 8 + 1, 4) if offload else (7, 2))
@@ -258,17 +227,9 @@ def test_planted_bugs_are_seen_with_their_line(bug: str, monkeypatch: pytest.Mon
         train(config_of(**settings))
 
 
-def layers_on(device: torch.device, layers: int, hidden: int, of_layer: int, vocabulary: int, ranks: int) -> list[Shards]:
-    """A rank's parameters of a GPT: matrices, which tensor-parallel ranks divide, and norms, which each of them copies."""
-    matrices = [vocabulary * hidden // ranks, *(of_layer * hidden**2 // ranks for _ in range(layers))]
-    norms = [2 * hidden for _ in range(layers)]
-    split, copied = ([torch.empty(numel, device=device) for numel in numels] for numels in (matrices, norms))
-    return [Shards(split), Shards(copied, is_copied=ranks > 1)]
-
-
-# Shapes of models: layers, hidden size, a layer's parameters in squares of that, vocabulary, tensor-parallel ranks.
-_GPT2_XL, _7B = (48, 1600, 12, 51200, 1), (32, 4096, 12, 32000, 4)
-_LARGE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+# A rank's parameters of matrices and of norms; 7B on four tensor-parallel ranks, which copy the norms.
+_GPT2_XL, _7B = (1_556_480_000, 153_600), (1_643_380_736, 262_144)
+_LARGE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "blocking, int1": (_7B, {"exchange_dtype": "int1"}),
     "overlapped fragments, int8": (_GPT2_XL, {"overlap": 2, "fragments": 2, "exchange_dtype": "int8"}),
     "overlapped, offloaded, int1": (_GPT2_XL, {"overlap": 2, "offload": True, "exchange_dtype": "int1"}),
@@ -284,7 +245,7 @@ _LAUNCHES = {"fp32": (18, 25), "int1": (27, 25)}
 def test_launches_of_a_blocking_outer_step(dtype: str) -> None:
     def launches(chunks: int) -> int:
         trained = train(config_of(exchange_dtype=dtype), lambda device: [Shards([torch.empty(chunks * _CHUNK, device=device)])])
-        return sum(trained.launches[2 * _INTERVAL - 1].values())
+        return trained[2 * _INTERVAL - 1][2]
 
     # Up to sixteen of them are as many parts, and one is compared.
     few, many = launches(4), launches(8)
@@ -294,18 +255,18 @@ def test_launches_of_a_blocking_outer_step(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", _LARGE)
 def test_device_memory_of_large_models_is_as_planned(way: str) -> None:
-    model, settings = _LARGE[way]
+    sizes, settings = _LARGE[way]
     # In few long chunks.
     config = config_of(**{"train_iters": 4, "sync_interval": 2, "lazy_start_iters": 0, "chunk_mib": 512} | settings)
     with watched(config, None) as (gpu, exchange, _):
-        shards = layers_on(torch.device("cuda"), *model)
+        split, copied = (torch.empty(size, device="cuda") for size in sizes)
+        shards = [Shards([split]), Shards([copied], is_copied=sizes is _7B)]
         before = gpu.peak = gpu.taken
         loop = OuterLoop([shards], config, exchange)
         loop.rehearse()
         for _ in range(config.train_iters):
             loop.skip_iteration()
-    split, copied = (sum(tensor.numel() for tensor in alike.tensors) for alike in shards)
-    takes = Takes.planned(config, (split, copied, 0), shards[1].is_copied, "cuda")
+    takes = Takes.planned(config, (*sizes, 0), sizes is _7B, "cuda")
     kept = takes.residuals if config.offload else takes.state
     assert gpu.peak - before == pytest.approx(kept + takes.work, rel=0.05)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,14 +21,14 @@ from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
 from pier_megatron.outer.memory import buffers_at_once, host_bytes, rounds_at_once
-from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.steps import OuterSteps
-from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
+from pier_megatron.outer.verdicts import GOOD, Verdicts
 
 EXCHANGE = GroupExchange()
 DEVICE = one_gpu.device()
@@ -46,35 +45,13 @@ def seen(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor.cpu() for tensor in tensors])
 
 
-def outer_round(
-    state: OuterState, mu: float = 0.9, eta: float = 0.7, contributes: bool = True, fragments: tuple[int, ...] = (0,)
-) -> OuterRound:
-    return a_round([Staging(state)], fragments, mu, eta, Verdicts(EXCHANGE, GOOD if contributes else NOT_FINITE, DEVICE))
-
-
-def a_round(stagings: list[Staging], fragments: Sequence[int], mu: float, eta: float, verdicts: Verdicts) -> OuterRound:
-    return OuterRound(stagings, EXCHANGE, fragments, Nesterov(mu, eta), verdicts, 1, Stopwatch(DEVICE), DEVICE)
+def outer_round(state: OuterState, mu: float = 0.9, eta: float = 0.7) -> OuterRound:
+    verdicts = Verdicts(EXCHANGE, GOOD, DEVICE)
+    return OuterRound([Staging(state)], EXCHANGE, (0,), Nesterov(mu, eta), verdicts, 1, Stopwatch(DEVICE), DEVICE)
 
 
 # How the state may be cut and kept; none of it may change a result.
-LAYOUTS = [
-    {},
-    {"chunk_numel": 4},
-    {"chunk_numel": 1},
-    {"chunk_numel": 7, "offload": True},
-    {"chunk_numel": 100, "offload": True},
-]
-
-
-def test_starts_at_the_parameters_without_momentum() -> None:
-    state = OuterState([Shards(shards())])
-    torch.testing.assert_close(seen(state.anchor), seen(*shards()), rtol=0, atol=0)
-    assert not state.momentum.any()
-    assert (state.numel, state.nbytes) == (23, 8 * 23)
-
-
-def cut(parts: list[Shards], **layout: int) -> list[tuple[int, int, int]]:
-    return [(chunk.start, chunk.numel, chunk.fragment) for chunk in OuterState(parts, **layout).chunks]
+LAYOUTS = [{}, {"chunk_numel": 4}, {"chunk_numel": 1}, {"chunk_numel": 7, "offload": True}]
 
 
 @pytest.mark.parametrize("chunk_numel", [1, 4, 5, 6, 23, 100])
@@ -93,8 +70,9 @@ def test_chunks_cover_everything_once_and_lie_in_one_fragment_and_part(chunk_num
 @pytest.mark.parametrize("layout", [{"chunk_numel": 4}, {"chunk_numel": 7, "fragments": 3}])
 def test_copies_on_other_ranks_are_cut_alike(layout: dict[str, int]) -> None:
     first, *rest = shards()
-    counted, not_counted = ([Shards(rest), Shards([first], is_counted=counts)] for counts in (True, False))
-    assert cut(counted, **layout) == cut(not_counted, **layout)
+    of_ranks = (OuterState([Shards(rest), Shards([first], is_counted=counts)], **layout).chunks for counts in (True, False))
+    one, other = ([(chunk.start, chunk.numel, chunk.fragment) for chunk in chunks] for chunks in of_ranks)
+    assert one == other
 
 
 def test_tied_parameters_come_in_the_last_fragment() -> None:
@@ -108,27 +86,6 @@ def test_tied_parameters_come_in_the_last_fragment() -> None:
 def test_half_precision_shards_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.bfloat16"):
         OuterState([Shards([torch.zeros(3, dtype=torch.bfloat16)])])
-
-
-def test_rank_without_parameters() -> None:
-    state = OuterState([])
-    outer_round(state).run()
-    assert state.numel == 0
-    assert state.parameters_are_finite()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) -> None:
-    parameters = shards()
-    state = OuterState([Shards(parameters)], **layout)
-    state.momentum.fill_(2.0)
-    before = seen(state.anchor)
-    for parameter in parameters:
-        parameter.add_(0.5)
-    momentum_warmup([Staging(state)], Nesterov(0.9, 0.0))
-    torch.testing.assert_close(seen(state.momentum), torch.full_like(before, 0.9 * 2.0 - 0.5))
-    torch.testing.assert_close(seen(state.anchor), seen(*parameters), rtol=0, atol=0)
-    torch.testing.assert_close(seen(state.anchor), before + 0.5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -174,45 +131,6 @@ def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> No
     assert looked == [False, True, True, False]
 
 
-@pytest.mark.parametrize(("span", "sent"), [(1, 0), (2, 0), (3, 1), (8, 1)])
-def test_an_overlapped_round_leaves_in_one_launch_behind_its_verdicts(span: int, sent: int) -> None:
-    round_ = outer_round(OuterState([Shards(shards())], chunk_numel=4))
-    number = len(round_.chunks)
-    with mock.patch.object(GroupExchange, "sum", autospec=True, side_effect=GroupExchange.sum) as sums:
-        round_.begin()
-        found = []
-        for age in range(span):
-            round_.proceed(age, span)
-            found.append(sum(len(call.args[1]) for call in sums.mock_calls))
-            sums.reset_mock()
-        round_.finish()
-        assert not sums.called
-    assert found == [number if age == sent else 0 for age in range(span)]
-
-
-def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> None:
-    parameters = shards()
-    state = OuterState([Shards(parameters)], chunk_numel=4)
-    for parameter in parameters:
-        parameter.mul_(0.9)
-    outer_round(state).run()
-    assert torch.equal(torch.cat(parameters), state.anchor)
-
-
-def test_fragment_leaves_the_others_alone() -> None:
-    parameters = shards()
-    state = OuterState([Shards(parameters)], chunk_numel=4, fragments=2)
-    anchor = state.anchor.clone()
-    for parameter in parameters:
-        parameter.mul_(0.9)
-    before = torch.cat(parameters)
-    outer_round(state, fragments=(1,)).run()
-    assert torch.equal(torch.cat(parameters)[:11], before[:11])
-    assert torch.equal(state.anchor[:11], anchor[:11])
-    assert not state.momentum[:11].any()
-    assert (state.anchor[11:] != anchor[11:]).all()
-
-
 def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
     # (anchor - (anchor - p)) == p does not hold in floating point, for example here.
     anchor, parameter = torch.tensor([[1e-3], [-3.1415926e-8]], device=DEVICE)
@@ -225,27 +143,13 @@ def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
     assert state.anchor == parameter
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_sees_parameters_that_are_not_finite(value: float) -> None:
+def test_sees_parameters_that_are_not_finite() -> None:
     parameters = shards()
     state = OuterState([Shards(parameters)])
     assert state.parameters_are_finite()
-    parameters[2][11] = value
-    assert not state.parameters_are_finite()
-
-
-def test_group_left_out_moves_to_the_others_and_poisons_nothing() -> None:
-    parameters = shards()
-    state = OuterState([Shards(parameters)])
-    anchor = state.anchor.clone()
-    parameters[0].fill_(float("nan"))
-    round_ = outer_round(state, contributes=False)
-    # Another group contributes, and has not moved.
-    with mock.patch.object(round_.verdicts, "all", return_value=(GOOD,)):
-        round_.run()
-    torch.testing.assert_close(state.anchor, anchor)
-    torch.testing.assert_close(torch.cat(parameters), anchor)
-    assert state.momentum.isfinite().all()
+    for value in (float("nan"), float("inf"), float("-inf")):
+        parameters[2][11] = value
+        assert not state.parameters_are_finite()
 
 
 def test_parameters_are_restored_when_showing_the_anchor_fails() -> None:
@@ -269,11 +173,6 @@ def test_parameters_are_restored_when_showing_the_anchor_fails() -> None:
     assert all(map(torch.equal, parameters, trained))
 
 
-def test_bytes_of_a_sum() -> None:
-    assert Wire(CODECS["fp32"], 1).bytes_of_sum(1000) == 0
-    assert Wire(CODECS["fp32"], 4).bytes_of_sum(1000) == 6000
-
-
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("exactly", [False, True])
 def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Codec, exactly: bool) -> None:
@@ -281,6 +180,15 @@ def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Cod
     between = Wire(codec, 2).bytes_of_sum(1000 * BLOCK, exactly)
     assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
+    assert Wire(codec, 1).bytes_of_sum(1000 * BLOCK, exactly) == 0
+
+
+def test_memory_of_a_sum_counts_what_a_site_puts_together_and_whole_blocks() -> None:
+    alone, in_site = (Wire(CODECS["fp32"], 2, groups_in_site=groups) for groups in (1, 4))
+    assert (alone.payload_bytes(4000), alone.coding_bytes(4000)) == (0, 0)
+    assert (in_site.payload_bytes(4000), in_site.coding_bytes(4000)) == (4 * 1000, 4 * 4000)
+    numels = [(1000, 4), (1024, 4), (1025, 4), (5, 8)]
+    assert [Wire(CODECS["int8"], groups).segment_numel(numel) for numel, groups in numels] == [256, 256, 384, 128]
 
 
 def test_model_learns_of_every_outer_step() -> None:
@@ -309,34 +217,27 @@ def test_stretches_of_the_flat_buffers_are_those_of_the_parameters() -> None:
     parameters = [torch.arange(5.0), torch.arange(5.0, 12.0).view(7, 1)]
     state = OuterState([Shards(parameters)])
     assert all(torch.equal(state.anchor[at].view(given.shape), given) for given, at in state.slices())
-
-
-def test_memory_of_a_sum_counts_what_a_site_puts_together() -> None:
-    alone, in_site = (Wire(CODECS["fp32"], 2, groups_in_site=groups) for groups in (1, 4))
-    assert (alone.payload_bytes(4000), alone.coding_bytes(4000)) == (0, 0)
-    assert (in_site.payload_bytes(4000), in_site.coding_bytes(4000)) == (4 * 1000, 4 * 4000)
+    assert not state.momentum.any()
+    assert (state.numel, state.nbytes) == (12, 8 * 12)
 
 
 @pytest.mark.parametrize(("span", "ages"), [(1, (0, 1)), (2, (0, 1)), (3, (1, 2)), (10, (1, 5)), (11, (1, 6))])
-def test_sum_begins_behind_the_verdicts_and_is_sent_on_half_way(span: int, ages: tuple[int, int]) -> None:
-    parameters = [torch.ones(8)]
-    round_ = outer_round(OuterState([Shards(parameters)]))
-    under_way = Sum()
-    with (
-        mock.patch.object(GroupExchange, "sum", return_value=under_way) as begun,
-        mock.patch.object(Sum, "advance") as sent_on,
-    ):
+def test_sum_begins_in_one_launch_behind_the_verdicts_and_is_sent_on_half_way(span: int, ages: tuple[int, int]) -> None:
+    round_ = outer_round(OuterState([Shards(shards())], chunk_numel=4))
+    begun, sent_on = list[int](), list[int]()
+    with mock.patch.object(GroupExchange, "sum", return_value=Sum()) as sums, mock.patch.object(Sum, "advance") as advance:
         round_.begin()
-        found = [next(age for age in range(span + 1) if _proceeds(round_, age, span, call)) for call in (begun, sent_on)]
-    assert tuple(found) == ages
-
-
-def _proceeds(round_: OuterRound, age: int, span: int, call: mock.Mock) -> bool:
-    if age < span:
-        round_.proceed(age, span)
-    else:
-        round_.arrive()
-    return bool(call.called)
+        for age in range(span + 1):
+            if age < span:
+                round_.proceed(age, span)
+            else:
+                round_.arrive()
+            begun += [age] * sum(len(call.args[0]) for call in sums.mock_calls)
+            sent_on += [age] * advance.called
+            sums.reset_mock()
+            advance.reset_mock()
+    assert begun == [ages[0]] * len(round_.chunks)
+    assert sent_on[0] == ages[1]
 
 
 class _Unread(TorchFunctionMode):
@@ -470,21 +371,13 @@ def test_an_exchange_ends_with_its_loop_and_not_with_the_interpreter(overlap: in
         gc.enable()
 
 
-@pytest.mark.parametrize(("numel", "groups", "expected"), [(1000, 4, 256), (1024, 4, 256), (1025, 4, 384), (5, 8, 128)])
-def test_segments_are_whole_blocks_of_a_groups_part(numel: int, groups: int, expected: int) -> None:
-    assert Wire(CODECS["int8"], groups).segment_numel(numel) == expected
+def test_rounds_and_buffers_under_way_at_once() -> None:
+    def config(overlap: int, fragments: int) -> PierConfig:
+        return PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
 
-
-@pytest.mark.parametrize(("overlap", "fragments", "expected"), [(0, 4, 0), (1, 1, 1), (5, 4, 3), (10, 4, 4), (4, 2, 1)])
-def test_rounds_under_way_at_once(overlap: int, fragments: int, expected: int) -> None:
-    config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
-    assert rounds_at_once(config) == expected
-
-
-def test_what_is_on_the_host_is_kept_there() -> None:
-    config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=5, fragments=2)
-    assert buffers_at_once(config, [[3, 2], []]) == [(7, 0), (0, 0)]
-    assert buffers_at_once(dataclasses.replace(config, offload=True), [[3, 2], []]) == [(5, 5), (0, 0)]
+    assert [rounds_at_once(config(*way)) for way in ((0, 4), (1, 1), (5, 4), (10, 4), (4, 2))] == [0, 1, 3, 4, 1]
+    assert buffers_at_once(config(5, 2), [[3, 2], []]) == [(7, 0), (0, 0)]
+    assert buffers_at_once(dataclasses.replace(config(5, 2), offload=True), [[3, 2], []]) == [(5, 5), (0, 0)]
 
 
 def test_offloaded_islands_keep_the_chunks_of_one_round() -> None:

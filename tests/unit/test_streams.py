@@ -1,8 +1,7 @@
 """The order of copies and kernels of offloaded state, on stand-in streams: no GPU needed."""
 
 import contextlib
-import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,12 +12,11 @@ from streams import RaceDetector, RaceError, new_work
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
-from pier_megatron.exchange.membership import Outcome
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer import Shards, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rounds import Stopwatch
-from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
+from pier_megatron.outer.staging import OWN, Buffers, Staging
 from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.steps import OuterSteps
 
@@ -66,15 +64,8 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         detector.on_host.add(buffers.tensors[OWN].untyped_storage().data_ptr())
         return buffers
 
-    common = {
-        "train_iters": 20,
-        "groups": 2,
-        "sync_interval": 4,
-        "lazy_start_iters": 4,
-        "preset": "pier-rising",
-        "offload": True,
-    }
-    config = PierConfig(**(common | settings))
+    common = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 4, "preset": "pier-rising"}
+    config = PierConfig(offload=True, **(common | settings))
     # Two optimizers' parameters.
     parameters = [torch.randn(size) for size in (5, 1, 17, 30, 24)]
     exchange = _Exchange(detector, config.exchange_dtype)
@@ -121,31 +112,8 @@ def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_nu
     train(chunk_numel, save_at=(3, 9, 14), **settings)
 
 
-_take_work, _lend = Staging.take_work, Staging.lend
-
-
-def _take_unfinished_work(staging: Staging) -> Buffers:
-    buffers = _take_work(staging)
-    buffers.ready = None
-    return buffers
-
-
-def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
-    staging.written.clear()
-    for buffers in staging.work:
-        buffers.ready = None
-    return _lend(staging, *args, **kwargs)
-
-
 # What is omitted, and the settings under which that is a race.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
-    "new buffers are written at once": (Staging, "take_work", _take_unfinished_work, {}),
-    "a chunk is read while it is written back": (
-        Staging,
-        "lend",
-        _lend_without_the_last_write,
-        {"overlap": 3, "fragments": 2, "chunk_numel": 10},
-    ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
     "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered.vectors, {}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
@@ -193,29 +161,30 @@ class _Furthest(_Exchange):
         tensor.fill_(1.0)
 
 
-class _Membership:
-    def __init__(self, exchange: GroupExchange) -> None:
-        self._exchange = exchange
+def membership(exchange: GroupExchange) -> ElasticMembership:
+    meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome)
+    return ElasticMembership(meets, own=0, wait_seconds=60)
 
-    def meet(self, within: datetime.timedelta) -> GroupExchange:
-        return self._exchange
 
-    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
-        return outcome
+_ISLANDS: dict[str, Any] = {
+    "groups": 2,
+    "sync_interval": 4,
+    "lazy_start_iters": 0,
+    "preset": "diloco",
+    "lighthouse": "http://h",
+}
 
 
 def _join_after_a_failure() -> int:
     """An island takes over offloaded state at the second attempt; returns where it continues."""
     detector = RaceDetector()
-    config = PierConfig(
-        train_iters=20, groups=2, sync_interval=4, lazy_start_iters=0, preset="diloco", offload=True, lighthouse="http://other"
-    )
+    config = PierConfig(train_iters=20, offload=True, **_ISLANDS)
     with (
         mock.patch.object(PierConfig, "chunk_numel_on", return_value=4),
         mock.patch.object(OuterState, "copies_on_streams", True),
         detector.watching(),
     ):
-        islands = ElasticMembership(_Membership(_Furthest(detector)), own=0, wait_seconds=60)
+        islands = membership(_Furthest(detector))
         joins = loop.OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange(), islands=islands)
         detector.on_host |= {flat.untyped_storage().data_ptr() for state in joins.states for flat in state.flats.values()}
         joins.join()
@@ -231,17 +200,9 @@ def test_anchor_is_not_read_while_a_failed_hand_over_is_copied_back() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> None:
     """It keeps all chunks of an outer step until every island has everything, more than are on the wire at a time."""
-    config = PierConfig(
-        train_iters=8,
-        groups=2,
-        sync_interval=4,
-        lazy_start_iters=0,
-        preset="diloco",
-        offload=offload,
-        lighthouse="http://other",
-    )
+    config = PierConfig(train_iters=8, offload=offload, **_ISLANDS)
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=4):
-        islands = ElasticMembership(_Membership(GroupExchange()), own=0, wait_seconds=60)
+        islands = membership(GroupExchange())
         alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
         alone.rehearse()
         with mock.patch.object(Staging, "allocate", side_effect=AssertionError("a buffer is taken late")):
@@ -249,18 +210,6 @@ def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> No
             for _ in range(config.train_iters):
                 alone.skip_iteration()
     assert alone.is_synchronised
-
-
-@contextlib.contextmanager
-def rehearsed(config: PierConfig, sizes: Sequence[int]) -> Iterator[loop.OuterLoop]:
-    """A loop over a state of each size, in chunks of one element, that takes no buffer any more."""
-    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
-        exchange = GroupExchange(codec=CODECS[config.exchange_dtype])
-        exchange.wire = Wire(exchange.codec, 2)
-        trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
-        trained.rehearse()
-        with mock.patch.object(Staging, "allocate", side_effect=AssertionError("a buffer is taken late")):
-            yield trained
 
 
 @pytest.mark.parametrize(("sizes", "overlap", "dtype"), [((30, 30), 8, "fp32"), ((58, 2), 3, "int8"), ((10, 50), 1, "int8")])
@@ -271,9 +220,14 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     config = PierConfig(
         train_iters=24, groups=2, sync_interval=8, lazy_start_iters=8, overlap=overlap, exchange_dtype=dtype, offload=True
     )
-    with rehearsed(config, sizes) as trained:
-        for _ in range(config.train_iters):
-            trained.skip_iteration()
+    exchange = GroupExchange(codec=CODECS[dtype])
+    exchange.wire = Wire(exchange.codec, 2)
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
+        trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
+        trained.rehearse()
+        with mock.patch.object(Staging, "allocate", side_effect=AssertionError("a buffer is taken late")):
+            for _ in range(config.train_iters):
+                trained.skip_iteration()
 
 
 def test_what_fails_in_a_rehearsal_says_so() -> None:
