@@ -16,13 +16,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_whole_checkpoint_is_not_damaged(folder: Path) -> None:
-    assert damage(folder) is None
-
-
 def test_files_that_are_missing_or_short(folder: Path) -> None:
     (data,) = folder.glob("*.distcp")
     size = data.stat().st_size
+    assert damage(folder) is None
     with data.open("r+b") as file:
         file.truncate(size // 2)
     assert f"{data.name} has {size // 2:,} of" in str(damage(folder))
@@ -30,25 +27,13 @@ def test_files_that_are_missing_or_short(folder: Path) -> None:
     assert damage(folder) == f"{data.name} is missing"
 
 
-@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.999])
-def test_truncated_metadata(folder: Path, share: float) -> None:
-    path = folder / ".metadata"
-    content = path.read_bytes()
-    path.write_bytes(content[: int(share * len(content))])
-    assert str(damage(folder)).startswith(".metadata cannot be read")
-
-
 # Each raises something else, none of it UnpicklingError.
 _OTHER_CONTENTS = {
     "no storage data": pickle.dumps({"weight": 1}),
-    "a plain number": pickle.dumps(3),
     "a missing module": b"cno_such_module\nMetadata\n.",
     "a missing class": b"ctorch.distributed.checkpoint.metadata\nNoSuchMetadata\n.",
     "a class called wrongly": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(I1\nI2\nI3\nI4\nI5\nI6\nI7\nI8\nI9\ntR.",
     "nothing on the stack": b"\x80\x04.",
-    "a memo that is not there": b"\x80\x04h\x07.",
-    "a protocol to come": b"\x80\x7fN.",
-    "text": b"not a pickle",
     "a string that is not UTF-8": b"\x80\x04\x8c\x02\xff\xff.",
 }
 
@@ -59,7 +44,7 @@ def test_metadata_with_other_contents(folder: Path, name: str) -> None:
     assert str(damage(folder)).startswith(".metadata cannot be read")
 
 
-@pytest.mark.parametrize("filler", [b"\x00", b"\xff"])
+@pytest.mark.parametrize("filler", [b"", b"\x00", b"\xff"])
 def test_metadata_whose_end_was_never_written(folder: Path, filler: bytes) -> None:
     path = folder / ".metadata"
     content = path.read_bytes()

@@ -82,7 +82,6 @@ _POSSIBLE = {"dp", "pp", "gather", "tp"}
         ({"data_parallel_size": 1}, {"dp", "gather"}, "one model replica"),
         ({"pipeline_model_parallel_size": 1}, {"pp"}, "nothing travels between stages"),
         ({"tensor_model_parallel_size": 1}, {"tp"}, "nothing travels between tensor-parallel ranks"),
-        ({"transformer_impl": "transformer_engine"}, {"tp"}, "only --transformer-impl local"),
         ({"sequence_parallel": True}, {"tp"}, "--sequence-parallel"),
         ({"use_distributed_optimizer": False}, {"gather"}, "no parameters are gathered"),
         ({"params_dtype": torch.float32, "bf16": False}, {"gather"}, "must not be rounded"),
@@ -105,7 +104,6 @@ _POSSIBLE = {"dp", "pp", "gather", "tp"}
             {"dp"},
             "with --fp16 they have 16 bits already",
         ),
-        ({"pier_compress": "naive,pp=bf16"}, {"pp"}, "16 bits already"),
         ({"pier_compress": "naive,tp=bf16"}, {"tp"}, "16 bits already"),
         ({"pier_compress": "naive,gather=bf16"}, {"gather"}, "16 bits already"),
     ],
@@ -132,7 +130,6 @@ def test_a_stream_of_32_bits_between_stages_is_halved() -> None:
     [
         ({"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "dp=off,gather=off"]),
         ({"use_torch_fsdp2": True}, ["--use-torch-fsdp2", "dp=off,gather=off"]),
-        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, ["--ddp-reduce-scatter-with-fp32-accumulation", "dp=off"]),
         ({"use_ring_exchange_p2p": True}, ["--use-ring-exchange-p2p", "pp=off"]),
         ({"pier_compress": "aggressive", "fp16": True, "bf16": False}, ["int4", "loss scale", "Use --bf16, or dp=int8"]),
         ({"cuda_graph_impl": "full_iteration"}, ["CUDA graphs of the full iteration", "Capture layers"]),
@@ -153,11 +150,9 @@ def test_a_policy_that_names_no_codec_is_refused() -> None:
 @pytest.mark.parametrize(
     ("policy", "given", "pier", "becomes"),
     [
-        ("hybrid", None, True, "int8"),
         ("hybrid", "fp32", True, "fp32"),
         ("hybrid,outer=int4", None, True, "int4"),
         ("hybrid,outer=int8", "int8", True, "int8"),
-        ("hybrid,outer=off", None, True, None),
         ("hybrid", None, False, None),
     ],
 )
@@ -210,32 +205,26 @@ def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:
     ]
 
 
+_STEPS = {"bf16": 2**-8, "int12": 0.5001 / 2047, "int8": 0.5001 / 127, "int4": 0.5001 / 7, "int2": 0.51 / 2, "int1": 0.51}
+
+
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    name=st.sampled_from(
-        [
-            ("bf16", 2**-8),
-            ("int12", 0.5001 / 2047),
-            ("int8", 0.5001 / 127),
-            ("int4", 0.5001 / 7),
-            ("int2", 0.51 / 2),
-            ("int1", 0.51),
-        ]
-    ),
+    name=st.sampled_from([*_STEPS]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     magnitude=st.floats(-3, 3),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_tensor_arrives_within_half_a_step(
-    shape: tuple[int, ...], name: tuple[str, float], dtype: torch.dtype, magnitude: float, seed: int
+    shape: tuple[int, ...], name: str, dtype: torch.dtype, magnitude: float, seed: int
 ) -> None:
-    codec, step = CODECS[name[0]], name[1]
+    codec = CODECS[name]
     original = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**magnitude).to(DEVICE, dtype)
     payload = activations.pack(original, codec)
     assert payload.shape == (1, codec.nbytes(padded(original.numel())))
     arrived = torch.empty_like(original, requires_grad=True)
     activations.unpack(payload, codec, arrived)
     # The step of a block, plus the rounding of the tensor's own type.
-    bound = step * original.float().abs().max() + torch.finfo(dtype).eps * original.float().abs()
+    bound = _STEPS[name] * original.float().abs().max() + torch.finfo(dtype).eps * original.float().abs()
     assert ((arrived.float() - original.float()).abs() <= bound + torch.finfo(dtype).tiny).all()
