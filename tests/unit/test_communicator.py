@@ -3,15 +3,11 @@
 import datetime
 import itertools
 import time
-from concurrent import futures
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pier_megatron.exchange import communicator
-from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import GroupExchange
 
 
 def test_other_nodes_of_an_island_listen_at_their_own_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,23 +51,3 @@ def test_nobody_waits_for_a_collective_of_a_lost_exchange() -> None:
     # What comes about in the meantime is taken.
     comes = itertools.chain([False], itertools.repeat(True))
     own.watched(lambda _: next(comes))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
-def test_islands_sum_several_chunks_in_one_launch(dtype: str) -> None:
-    store = communicator.store_at("127.0.0.1")
-
-    def island(rank: int) -> list[torch.Tensor]:
-        at = ("127.0.0.1", store.port)
-        timeout = datetime.timedelta(seconds=10)
-        own = communicator.Communicator(dist.HashStore(), timeout)
-        group = own.begin("ends", lambda: None, lambda: communicator.connect(at, dtype, (rank, 2), "127.0.0.1", timeout))
-        chunks = [torch.full((numel,), rank + 1.0) for numel in (3, 5)]
-        under_way = GroupExchange(group, CODECS[dtype]).sum(chunks)
-        under_way.advance()
-        under_way.finish()
-        return chunks
-
-    with futures.ThreadPoolExecutor() as islands:
-        for chunks in islands.map(island, range(2)):
-            assert all(torch.allclose(chunk, torch.tensor(3.0), rtol=0.01) for chunk in chunks)

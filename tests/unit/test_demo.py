@@ -36,9 +36,7 @@ def test_verdict_compares_at_the_lowest_loss_that_both_have_reached() -> None:
     # Synchronous training passed 2.5 half way between 20 s and 30 s.
     assert sooner == "Pier reached a validation loss of 2.500, 4.2 x sooner: after 6 s, synchronous AdamW after 25 s"
     assert tokens == "After the same tokens: 2.500 and 2.000 nats per byte, Pier +0.500, in 6 s and 30 s"
-
-
-def test_verdict_does_not_flatter() -> None:
+    # It does not flatter.
     sooner, _ = verdict(_SLOW, curve((40, 4.0), (60, 2.0)))
     assert sooner == "Pier reached a validation loss of 2.000, no sooner: after 60 s, synchronous AdamW after 30 s"
 

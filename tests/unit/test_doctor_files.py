@@ -26,39 +26,18 @@ def test_folders_that_may_not_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert look(f"--load {tmp_path}").errors == [f"--load {tmp_path}: may not be read by you."]
 
 
-def test_object_stores_are_left_alone() -> None:
-    assert look("--save s3://bucket/run --load s3://bucket/run").verdict == "OK"
-
-
-def test_flag_without_its_value_is_left_to_megatron() -> None:
-    assert look("--save").verdict == "OK"
+def test_object_stores_and_flags_without_their_values_are_left_alone() -> None:
+    assert look("--save s3://bucket/run --load s3://bucket/run").verdict == look("--save").verdict == "OK"
 
 
 @pytest.mark.parametrize(
     ("words", "prefixes"),
-    [
-        ("0.3 a 0.7 b", ["a", "b"]),
-        ("1 a 1 b 1 c", ["a", "b", "c"]),
-        ("a b", ["a", "b"]),
-        ("1 2 3", ["1", "2", "3"]),
-    ],
+    [("0.3 a 0.7 b", ["a", "b"]), ("1 a 1 b 1 c", ["a", "b", "c"]), ("a b", ["a", "b"]), ("1 2 3", ["1", "2", "3"])],
 )
 def test_weights_of_a_blend_are_no_datasets(words: str, prefixes: list[str]) -> None:
     findings = Findings()
     job_files.look(job_files.paths(["--data-path", *words.split()]), findings)
     assert [error.split(":")[0] for error in findings.errors] == [f"--data-path {prefix}" for prefix in prefixes]
-
-
-def test_verdict() -> None:
-    findings = Findings(notes=["one group"])
-    assert findings.verdict == "OK"
-    findings.warnings.append("slow")
-    assert findings.verdict == "1 warning"
-    findings.warnings.append("late")
-    assert findings.verdict == "2 warnings"
-    findings.errors.append("none")
-    assert findings.verdict == "will not start"
-    assert findings.lines() == ["one group", "WARNING: slow", "WARNING: late", "ERROR: none"]
 
 
 def test_secret_that_an_island_would_refuse(tmp_path: Path) -> None:

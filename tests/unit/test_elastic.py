@@ -24,6 +24,9 @@ from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
 
+_RUN: dict[str, Any] = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 0}
+_ISLANDS = {**_RUN, "preset": "diloco", "lighthouse": "http://other"}
+
 
 class _Lost(GroupExchange):
     """Two islands: the other is due to take an outer step, hands over all of its state and then dies."""
@@ -58,13 +61,9 @@ class _Membership:
 
 
 def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> None:
-    config = PierConfig(
-        train_iters=20, groups=2, sync_interval=4, lazy_start_iters=0, preset="diloco", lighthouse="http://other"
-    )
     membership = _Membership()
-    joins = OuterLoop(
-        [[Shards([torch.randn(10)])]], config, GroupExchange(), islands=ElasticMembership(membership, own=0, wait_seconds=60)
-    )
+    islands = ElasticMembership(membership, own=0, wait_seconds=60)
+    joins = OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**_ISLANDS), GroupExchange(), islands=islands)
     with pytest.raises(LeftBehindError, match="Island 0 lost those whose anchor it was to take over"):
         joins.join()
     assert len(membership.quorums) == 2
@@ -93,16 +92,7 @@ class _FailsThreeTimes(_Membership):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
-    config = PierConfig(
-        train_iters=20,
-        groups=2,
-        sync_interval=4,
-        lazy_start_iters=0,
-        preset="diloco",
-        lighthouse="http://other",
-        offload=offload,
-        chunk_mib=1,
-    )
+    config = PierConfig(**_ISLANDS, offload=offload, chunk_mib=1)
     membership, parameter = _FailsThreeTimes(), torch.randn(5 * 2**18 - 3)
     islands = ElasticMembership(membership, own=0, wait_seconds=60)
     loop = OuterLoop([[Shards([parameter])]], config, GroupExchange(), islands=islands)
@@ -139,7 +129,7 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     ],
 )
 def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[str, Any], words: str) -> None:
-    given = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 0} | settings
+    given = _RUN | settings
     islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
     with pytest.raises(PierConfigError, match=words):
         OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**given), GroupExchange(), islands=islands)
@@ -148,8 +138,7 @@ def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[s
 
 
 def test_loop_without_islands_has_nobody_to_join() -> None:
-    config = PierConfig(train_iters=20, groups=1, sync_interval=4, lazy_start_iters=0)
-    alone = OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange())
+    alone = OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**_RUN | {"groups": 1}), GroupExchange())
     with pytest.raises(PierConfigError, match=r"join\(\) meets elastic islands.*without them.*islands=ElasticMembership"):
         alone.join()
     assert alone.iteration == 0

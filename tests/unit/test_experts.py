@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import shutil
 import subprocess
 import sys
@@ -38,8 +37,6 @@ _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 4 --global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 257 --lr 1e-2"
 )
-
-# The description.
 
 
 @pytest.fixture
@@ -92,7 +89,6 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
 @pytest.mark.parametrize(
     ("keys", "value", "said"),
     [
-        (["script"], None, "script: Field required"),
         (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
         (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
         (["domains", ".."], {}, r"domains\.\.\.: '\.\.': String should match pattern"),
@@ -124,9 +120,6 @@ def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
     for file in ("bad.yaml", "none.yaml"):
         with pytest.raises(PierConfigError, match=f"{file} cannot be read"):
             Ensemble.read(tmp_path / file)
-
-
-# The budget.
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -268,9 +261,6 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
         check_scoring(read(content), "small", model)
 
 
-# The scores.
-
-
 def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
     """A plan of one trained expert; a job has just written its scores of 2 nats and a log."""
     law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, 1e9, None)
@@ -293,6 +283,13 @@ def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
     assert not score.is_scored(plan, model)
     with pytest.raises(PierConfigError, match="no such file"):
         score.read_scores(plan, model.name, "law")
+
+
+def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
+    score.accept(plan, model)
+    assert score.is_scored(plan, model)
+    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
 
 
 def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,14 +332,6 @@ def test_a_signal_ends_what_scores(tmp_path: Path, is_early: bool) -> None:
     assert not pid.exists() or not Path("/proc", pid.read_text().strip(), "exe").exists()
 
 
-def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
-    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
-    assert not score.is_scored(plan, model)
-    score.accept(plan, model)
-    assert score.is_scored(plan, model)
-    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
-
-
 def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Six sequences that come four times each, and one that is twice in them: half of the distinct ones teach the prior."""
     once = np.arange(12).reshape(6, 2)
@@ -354,9 +343,6 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
     assert "law: 19 of 24 sequences repeat another one" in capsys.readouterr().out
     with pytest.raises(PierConfigError, match="1 sequences would both teach the cached prior and be evaluated"):
         mix.check_disjoint("law", once[:2], once[4:])
-
-
-# The mixture.
 
 
 @pytest.fixture(scope="module")
@@ -373,30 +359,6 @@ def labels() -> torch.Tensor:
 def scores_of(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     chosen = labels[None, ..., None].expand(len(logits), -1, -1, 1)
     return logits.log_softmax(-1).gather(-1, chosen)[..., 0].numpy()
-
-
-def by_definition(logits: torch.Tensor, labels: torch.Tensor, prior: list[float]) -> np.ndarray:
-    """The mixture's whole distributions in one process that holds all experts, token by token and in probabilities."""
-    probabilities = logits.softmax(-1)
-    sequences, tokens = labels.shape
-    found = np.empty((sequences, tokens))
-    for sequence in range(sequences):
-        # What each expert has given to the sequence so far, times its prior.
-        joint = torch.tensor(prior, dtype=torch.float64)
-        for token in range(tokens):
-            weights = joint / joint.sum()
-            mixed = (weights[:, None] * probabilities[:, sequence, token]).sum(0)
-            assert math.isclose(float(mixed.sum()), 1)
-            label = labels[sequence, token]
-            found[sequence, token] = mixed[label].log()
-            joint = joint * probabilities[:, sequence, token, label]
-    return found
-
-
-@pytest.mark.parametrize("prior", [[1 / 3] * 3, [0.7, 0.2, 0.1]])
-def test_mixture_is_that_of_one_process(logits: torch.Tensor, labels: torch.Tensor, prior: list[float]) -> None:
-    found = mixture.mixed(scores_of(logits, labels), np.log(prior))
-    np.testing.assert_allclose(found, by_definition(logits, labels, prior), rtol=1e-12)
 
 
 def test_whole_sequences_have_the_likelihood_of_a_mixture(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -16,31 +16,6 @@ def _config() -> PierConfig:
     return PierConfig(train_iters=8, groups=1, preset="pier", sync_interval=2, lazy_start_iters=2)
 
 
-def _trained(model: nn.Module, has_loop: bool) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loop = OuterLoop.for_optimizer(optimizer, _config(), GroupExchange()) if has_loop else None
-    for iteration in range(1, 9):
-        if loop is not None:
-            loop.begin_iteration(iteration)
-        optimizer.zero_grad()
-        model(torch.ones(3, 4)).square().sum().backward()
-        optimizer.step()
-        if loop is not None:
-            loop.end_iteration()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def test_loop_changes_the_models_own_parameters() -> None:
-    with_loop, without = (_seeded() for _ in range(2))
-    found, stock = _trained(with_loop, has_loop=True), _trained(without, has_loop=False)
-    assert not any(map(torch.equal, found, stock))
-
-
-def _seeded() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-
-
 def test_moments_are_handed_over_and_the_count_of_steps_is_not() -> None:
     # A scalar, of the shape that AdamW's count of its steps has.
     scale = nn.Parameter(torch.ones(()))

@@ -20,32 +20,6 @@ from pier_megatron.outer.state import OuterState, Shards
 _FP32 = torch.float32
 
 
-@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("layout", [{}, {"chunk_numel": 4, "fragments": 2}])
-@pytest.mark.parametrize("adam", [te_stand_in.FusedAdam, te_stand_in.FusedAdamOf20])
-def test_outer_state_over_main_parameters_of_fused_adam(
-    adam: type[te_stand_in.FusedAdam], layout: dict[str, int], parameters: torch.dtype
-) -> None:
-    model = [torch.randn(size).to(parameters) for size in (5, 1, 17)]
-    halves = {} if adam is te_stand_in.FusedAdamOf20 else {"store_param_remainders": True}
-    masters = FusedAdamMasters(adam(model, master_weights=True, use_decoupled_grad=True, **halves))
-    state = OuterState([Shards(model, stored=masters)], **layout)
-    # Before the first step the model's parameters are the main parameters.
-    assert torch.equal(state.anchor, torch.cat(model).float())
-    values = torch.randn(23)
-    state.set_parameters(values)
-    assert torch.equal(state.copy_parameters_to(torch.empty(23)), values)
-    assert torch.allclose(torch.cat(model).float(), values, rtol=2**-8, atol=0)
-    moved = torch.randn(23)
-    for chunk in state.chunks:
-        chunk.move_parameters(chunk.of(moved))
-    assert torch.equal(state.copy_parameters_to(torch.empty(23)), values + moved)
-    assert state.parameters_are_finite()
-    values[7] = float("inf")
-    state.set_parameters(values)
-    assert not state.parameters_are_finite()
-
-
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [{}, {"chunk_numel": 4}, {"chunk_numel": 4, "fragments": 2}])
 def test_outer_state_over_scaled_main_parameters(layout: dict[str, int], parameters: torch.dtype) -> None:

@@ -42,14 +42,10 @@ def test_package_that_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_param_gather", "fp4_param_gather"])
-def test_quantised_gather_of_whole_matrices_is_refused(name: str) -> None:
+def test_quantised_gather_is_refused_of_whole_matrices_and_where_it_is_not_finished(name: str) -> None:
     refusals.refuse_for_inner_optimizer(given(pier_inner_optimizer="adam", **{name: True}))
     with pytest.raises(PierConfigError, match=rf"--{name.replace('_', '-')} cannot be used with --pier-inner-optimizer muon: "):
         refusals.refuse_for_inner_optimizer(given(**{name: True}))
-
-
-@pytest.mark.parametrize("name", ["fp8_param_gather", "fp4_param_gather"])
-def test_quantised_gather_is_refused_where_it_is_not_finished(name: str) -> None:
     args = argparse.Namespace(fp8=None, fp8_recipe=None, **{name: True})
     with (
         mock.patch.object(versions, "megatron_version", return_value="0.18.2"),

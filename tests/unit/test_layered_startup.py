@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.layered import accumulation, breadth_first, segments
+from pier_megatron.experiments.layered import accumulation, segments
 from pier_megatron.experiments.layered import feature as layered
-from pier_megatron.megatron_api import batches, versions
+from pier_megatron.megatron_api import batches
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -25,16 +25,6 @@ def args(**changes: Any) -> argparse.Namespace:
         "context_parallel_size": 1,
     }
     return argparse.Namespace(**given | changes)
-
-
-# Simulated on Megatron's own tables, one time unit for a forward pass and two for a backward one.
-@pytest.mark.parametrize(
-    ("ranks", "stages", "micro_batches", "group", "held"),
-    [(4, 4, 16, 4, 19), (4, 4, 16, 16, 55), (8, 4, 32, 8, 39), (8, 4, 32, 32, 111), (2, 2, 2, 2, 4)],
-)
-def test_activations_in_flight(ranks: int, stages: int, micro_batches: int, group: int, held: int) -> None:
-    given = args(pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=stages)
-    assert breadth_first.in_flight(given, micro_batches, group) == held
 
 
 def test_activations_are_told_for_the_largest_batch() -> None:
@@ -61,21 +51,6 @@ def test_where_nothing_is_gained(changes: dict[str, Any], micro_batches: int, wo
         found = layered.warnings(args(**changes))
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
-
-
-def test_the_size_of_groups_is_that_of_the_call() -> None:
-    config = mock.Mock(microbatch_group_size_per_vp_stage=16)
-    seen = []
-
-    def schedule(**given: Any) -> str:
-        seen.append((given["num_microbatches"], config.microbatch_group_size_per_vp_stage))
-        return "losses"
-
-    with mock.patch.object(versions, "require", return_value=lambda model: model.config):
-        result = breadth_first.run(schedule, model=[mock.Mock(config=config)], num_microbatches=8, forward_only=True)
-    assert result == "losses"
-    assert seen == [(8, 8)]
-    assert config.microbatch_group_size_per_vp_stage == 16
 
 
 def without_pipeline(**changes: Any) -> argparse.Namespace:

@@ -101,21 +101,9 @@ def test_likelihood_is_that_of_experts_mix(model: PreTrainedModel, experts: list
     assert logits.dtype == torch.float32
 
 
-def test_weights_are_the_posterior(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
-    scores = np.stack([likelihoods(expert(tokens).logits, tokens) for expert in experts])
-    joint = np.log(_PRIOR)[:, None, None] + np.cumsum(scores, axis=2)
-    posterior = np.exp(joint - np.logaddexp.reduce(joint, axis=0))
-    found = model(tokens).weights
-    torch.testing.assert_close(found[:, 0], torch.tensor([_PRIOR] * 3), **_CLOSE)
-    np.testing.assert_allclose(found[:, 1:].movedim(-1, 0), posterior, **_CLOSE)
-    # Otherwise nothing here could tell a posterior from the prior.
-    assert posterior[:, :, -1].max(axis=0).min() > 0.65 > max(_PRIOR)
-
-
-@pytest.mark.parametrize("pieces", [[1] * _TOKENS, [5, 1, 6]])
-def test_cache_changes_nothing(model: PreTrainedModel, tokens: Tensor, pieces: list[int]) -> None:
+def test_cache_changes_nothing(model: PreTrainedModel, tokens: Tensor) -> None:
     cache, found = None, []
-    for piece in tokens.split(pieces, dim=1):
+    for piece in tokens.split([5, 1, 6], dim=1):
         output = model(piece, past_key_values=cache)
         # As in other models, the cache is changed in place: its holder can continue.
         cache = cache or output.past_key_values

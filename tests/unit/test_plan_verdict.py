@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import measured, text, verdict, ways
+from pier_megatron.commands.plan import measured, verdict, ways
 from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
 from pier_megatron.commands.plan.fit import RECOMPUTE, Fix
 from pier_megatron.commands.plan.model import Job, predict
@@ -95,7 +95,6 @@ def test_no_row_contradicts_the_verdict() -> None:
     ("fix", "gain", "said"),
     [
         (None, None, "Does not fit: 64.6 of 40 GB. Raise --tensor-model-parallel-size or --pipeline-model-parallel-size."),
-        (("--pier-offload", 35e9), 2.3, "64.6 of 40 GB. With --pier-offload (35.0 GB) 2.30 x as fast as synchronous training."),
         (("--micro-batch-size 1 --pier-offload", 35e9), 2.3, "(35.0 GB) 2.30 x as fast as synchronous training."),
         (("--micro-batch-size 1", 35e9), None, "With --micro-batch-size 1 (35.0 GB) it fits."),
         (
@@ -126,26 +125,6 @@ def test_what_does_not_fit(fix: tuple[str, float] | None, gain: float | None, sa
 def test_communication_is_hidden_only_by_the_flags_of_the_job(flags: dict[str, bool], hidden: bool) -> None:
     given = {"overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": True} | flags
     assert ways.is_hidden(argparse.Namespace(**given)) == hidden
-
-
-def test_text_fits_one_screen() -> None:
-    plan = {
-        "verdict": "Use it " + "word " * 23 + "end",
-        "rows": {name: dataclasses.asdict(row) for name, row in rows().items()},
-        "gpus": 64,
-        "memory": {f"what takes memory, number {number}": 1e9 for number in range(6)},
-        "memory needed": 6e9,
-        "memory of a GPU": 40e9,
-        "assumed": [f"{number} " + "word " * 30 for number in range(20)],
-    }
-    lines = text.lines(plan, has_details=False)
-    assert len(lines) == 24
-    assert max(map(len, lines)) <= 100
-    assert lines[-1].endswith("lines more: --details")
-    whole = text.lines(plan, has_details=True)
-    assert "19 word" in "\n".join(whole)
-    # None of the rows is of groups, which would add more.
-    assert lines[-1] == f"  and {len(whole) - 23} lines more: --details"
 
 
 _LOG = """

@@ -4,20 +4,16 @@ import argparse
 import dataclasses
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
+import planner_accuracy
 import pytest
 
 from pier_megatron.commands.plan.cluster import FLOPS_SPREAD, LINK_SPREAD, Cluster
 from pier_megatron.commands.plan.model import Job, achieved, predict
 from pier_megatron.commands.planned_sizes import gathered_bytes
 from pier_megatron.config import PierConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import planner_accuracy
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,10 +49,7 @@ def test_page_says_what_the_tool_prints() -> None:
 
 
 def test_spreads_hold_every_published_run_and_no_more() -> None:
-    for spread, (low, high) in (
-        (FLOPS_SPREAD, planner_accuracy.flops_spread()),
-        (LINK_SPREAD, planner_accuracy.link_spread()),
-    ):
+    for spread, (low, high) in ((FLOPS_SPREAD, planner_accuracy.flops_spread()), (LINK_SPREAD, planner_accuracy.link_spread())):
         assert spread == (math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
         assert f"{spread[0]} to {spread[1]} x" in _page("planner")
 

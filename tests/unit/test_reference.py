@@ -1,7 +1,5 @@
 """The oracle itself: on problems small enough to work out by hand, and in the cases that have a name."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +17,12 @@ def constant_gradients(parameters: list[Tensor], group: int, iteration: int) -> 
     return [torch.full_like(parameter, 1.0 + 2 * group) for parameter in parameters]
 
 
-def trajectory(config: PierConfig) -> list[list[float]]:
+def trajectory(config: PierConfig, gradients: reference.Gradient = constant_gradients) -> list[list[float]]:
     """Each group's single parameter after each iteration, from 0."""
     states: list[list[float]] = []
     reference.train(
         [torch.zeros(1)],
-        constant_gradients,
+        gradients,
         sgd,
         config,
         on_iteration=lambda t, groups: states.append([parameters[0].item() for parameters in groups]),
@@ -75,29 +73,16 @@ def test_last_iteration_ends_on_agreement() -> None:
     assert first == second
 
 
-def _pull(parameters: Sequence[Tensor], group: int, iteration: int) -> list[Tensor]:
-    """Each group is drawn to a place of its own."""
-    return [parameter - (1.0 + group) for parameter in parameters]
-
-
-def _trained(config: PierConfig) -> list[Tensor]:
-    """All groups' single parameter after each iteration, float64."""
-    states: list[Tensor] = []
-    reference.train(
-        [torch.zeros(1)],
-        _pull,
-        sgd,
-        config,
-        on_iteration=lambda t, groups: states.append(torch.cat([parameters[0].clone() for parameters in groups])),
-    )
-    return states
-
-
 @pytest.mark.parametrize(("size", "gamma"), [(2, 0.7), (2, 1.2), (3, 0.9)])
 def test_noloco_is_equation_2_with_the_sign_of_equation_32(size: int, gamma: float) -> None:
+    def pull(parameters: list[Tensor], group: int, iteration: int) -> list[Tensor]:
+        """Each group is drawn to a place of its own."""
+        return [parameter - (1.0 + group) for parameter in parameters]
+
     alpha, beta, n = 0.5, gamma, size
     common = {"train_iters": 12, "groups": 6, "sync_interval": 2, "lazy_start_iters": 0, "preset": "noloco"}
     config = PierConfig(**common, subgroup_size=n, outer_lr=gamma)
+    found = torch.tensor(trajectory(config, pull), dtype=torch.float64)
     phi, delta, theta = (torch.zeros(6, dtype=torch.float64) for _ in range(3))
     for t in range(1, 13):
         theta = theta - 0.1 * (theta - (1.0 + torch.arange(6)))
@@ -109,5 +94,5 @@ def test_noloco_is_equation_2_with_the_sign_of_equation_32(size: int, gamma: flo
                     phi[i] = was[i] + delta[i]
             theta = phi.clone()
         if t < 12:
-            torch.testing.assert_close(_trained(config)[t - 1], theta, rtol=0, atol=1e-12)
-    torch.testing.assert_close(_trained(config)[-1], phi.mean().expand(6), rtol=0, atol=1e-12)
+            torch.testing.assert_close(found[t - 1], theta, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[-1], phi.mean().expand(6), rtol=0, atol=1e-12)

@@ -157,11 +157,9 @@ def test_a_file_holds_all_of_it() -> None:
     ("text", "message"),
     [
         ("", "no file of routes"),
-        ("{}", "no file of routes: KeyError: 'format'"),
         ('{"format": 2}', "format 2, and this release reads 1"),
         ("[" * 100_000, "no file of routes: RecursionError"),
         (_TEXT.replace('"held":2', '"held":2.0'), "no file of routes: TypeError: 2.0 is no whole number"),
-        (_TEXT.replace('"held":2', '"held":1e999'), "no file of routes: TypeError: inf is no whole number"),
         (_TEXT.replace('"held":2', '"held":true'), "no file of routes: TypeError: True is no whole number"),
         (_TEXT.replace('"replicas":2', '"replicas":1000000000'), "4 micro-batches have one, of 1000000000 replicas"),
         (_TEXT.replace("[0,0],[1,0]", "[0,0],[-1,0]"), "no file of routes: TypeError: -1 is no whole number"),
@@ -177,10 +175,9 @@ def test_other_files_are_refused(text: str, message: str) -> None:
 
 def changed(path: list[tuple[int, int]]) -> Routes:
     """Whole routes with one of them replaced."""
-    routes = _WHOLE
-    paths = {**routes.paths, MicroBatch(0, 0): tuple(Place(*place) for place in path)}
+    paths = {**_WHOLE.paths, MicroBatch(0, 0): tuple(Place(*place) for place in path)}
     order = tuple(itertools.chain.from_iterable(passes(path, key) for key, path in paths.items()))
-    return dataclasses.replace(routes, paths=paths, order=order)
+    return dataclasses.replace(_WHOLE, paths=paths, order=order)
 
 
 @pytest.mark.parametrize(
@@ -192,14 +189,8 @@ def changed(path: list[tuple[int, int]]) -> Routes:
         (changed([(0, 0), (1, 2), (3, 0)]), "there are 4 stages and 2 replicas"),
         (changed([(0, 0), (3, 0)]), "stages are visited \\[4, 3, 3, 4\\] times|within one visit|held says"),
         (dataclasses.replace(_WHOLE, held=1), "a rank keeps 2 micro-batches at once, where held says 1"),
-        (
-            dataclasses.replace(_WHOLE, micro_batches=3),
-            "4 micro-batches have one, of 2 replicas x 3 micro-batches = 6",
-        ),
-        (
-            dataclasses.replace(_WHOLE, order=_WHOLE.order[1:]),
-            "the order has .*, where .* comes next on its route",
-        ),
+        (dataclasses.replace(_WHOLE, micro_batches=3), "4 micro-batches have one, of 2 replicas x 3 micro-batches = 6"),
+        (dataclasses.replace(_WHOLE, order=_WHOLE.order[1:]), "the order has .*, where .* comes next on its route"),
         (dataclasses.replace(_WHOLE, order=_WHOLE.order[:-1]), "the order lacks"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,47 +95,32 @@ def test_where_an_island_goes_on_is_not_compared() -> None:
     assert skipped["--iterations-to-skip"] == [3]
 
 
-def test_other_code_of_the_same_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = tmp_path / "pier_megatron"
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_other_code_of_the_same_name_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: dist.ProcessGroup
+) -> None:
+    """The plugin's of the same version, and an outer rule's."""
+    copy, rule = tmp_path / "pier_megatron", tmp_path / "rules_of_islands.py"
     shutil.copytree(run_identity.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-
-        def code() -> str:
-            given = args(optimizer="adam")
-            world, config = dist.group.WORLD, PierConfig(train_iters=1000, groups=2)
-            assert world is not None
-            found: str = run_identity.in_common(given, config, [], world, torch.device("cpu"))["pier_megatron"]
-            return found
-
-        here = code()
-        monkeypatch.setattr(run_identity, "PACKAGE", copy)
-        assert code() == here
-        with (copy / "outer" / "rules.py").open("a") as rules:
-            rules.write("# Other code.\n")
-        assert code() != here
-        assert code().startswith(f"{__version__}, sources ")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_another_formula_of_the_same_name_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = tmp_path / "rules_of_islands.py"
-    text = "from pier_megatron.outer import OuterRule\n\nclass Rule(OuterRule):\n    def step(self, *_): pass\n"
-    rules.write_text(text)
+    rule.write_text("from pier_megatron.outer import OuterRule\n\nclass Rule(OuterRule):\n    def step(self, *_): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    config = PierConfig(train_iters=1000, groups=2, outer_rule="rules_of_islands:Rule")
 
-        def source() -> str:
-            config, world = PierConfig(train_iters=1000, groups=2, outer_rule="rules_of_islands:Rule"), dist.group.WORLD
-            assert world is not None
-            in_common = run_identity.in_common(args(optimizer="adam"), config, [], world, torch.device("cpu"))
-            return str(in_common["source of rules_of_islands:Rule"])
+    def code() -> tuple[str, str]:
+        found = run_identity.in_common(args(optimizer="adam"), config, [], world, torch.device("cpu"))
+        return found["pier_megatron"], found["source of rules_of_islands:Rule"]
 
-        here = source()
-        assert source() == here
-        rules.write_text(f"{text}# Another.\n")
-        assert source() != here
-    finally:
-        dist.destroy_process_group()
+    here = code()
+    monkeypatch.setattr(run_identity, "PACKAGE", copy)
+    assert code() == here
+    assert here[0].startswith(f"{__version__}, sources ")
+    for source in (copy / "outer" / "rules.py", rule):
+        with source.open("a") as file:
+            file.write("# Other code.\n")
+    assert all(now != before for now, before in zip(code(), here, strict=True))

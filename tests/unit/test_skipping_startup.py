@@ -1,7 +1,6 @@
 """What ``--pier-skip-fraction`` says before a run begins; what is refused is in ``end_to_end/test_arguments.py``."""
 
 import argparse
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
-from pier_megatron.megatron_api import batches, versions
+from pier_megatron.megatron_api import versions
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -32,26 +31,6 @@ def _of_one_layer() -> Any:
 
 
 @pytest.mark.usefixtures("_of_one_layer")
-def test_every_phase_is_told_and_the_last_one_shown() -> None:
-    with mock.patch.object(batches, "training_phases", return_value={16: 8, 32: 16}):
-        lines = skipping.describe(args(pier_eval_skip="2,1"))
-    assert lines[0].startswith("Pier skipping: 32 of 16 x 8 (stages x micro-batches) = 25.0% are skipped; predicted: 0.")
-    assert lines[1].startswith("Pier skipping: 64 of 16 x 16 (stages x micro-batches) = 25.0% are skipped; predicted: 0.")
-    assert "not measured" in lines[2]
-    assert [re.fullmatch(r"  stage +(\d+) on rank (\d) [.#]{15}#", line)[2] for line in lines[3:19]] == list("0123" * 4)
-    assert lines[19:] == ["Pier skipping: evaluation leaves out 2 of 16 stages: 1, 2"]
-
-
-@pytest.mark.usefixtures("_of_one_layer")
-@pytest.mark.parametrize(("stages", "gains"), [(None, False), (4, True)])
-def test_where_little_is_gained(stages: int | None, gains: bool) -> None:
-    with mock.patch.object(batches, "training_phases", return_value={32: 16}):
-        found = skipping.warnings(args(virtual_pipeline_model_parallel_size=stages))
-    assert len(found) == (not gains)
-    assert gains or re.search(r"predicted to take 0\.9\d\d x as long .*--num-virtual-stages-per-pipeline-rank", found[0])
-
-
-@pytest.mark.usefixtures("_of_one_layer")
 def test_recomputation_makes_backward_passes_longer() -> None:
     recomputed = args(recompute_granularity="full")
     assert (skipping.backward_cost(args()), skipping.backward_cost(recomputed)) == (2, 3)
@@ -60,8 +39,7 @@ def test_recomputation_makes_backward_passes_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "group"),
-    [({}, 4), ({"microbatch_group_size_per_vp_stage": 8}, 8), ({"pier_layered": True}, 16)],
+    ("changes", "group"), [({}, 4), ({"microbatch_group_size_per_vp_stage": 8}, 8), ({"pier_layered": True}, 16)]
 )
 def test_order_is_the_one_that_the_schedule_will_take(changes: dict[str, Any], group: int) -> None:
     assert skipping.pipeline(args(**changes), 16) == Pipeline(4, 4, 16, group)
