@@ -125,6 +125,7 @@ def test_demo_deletes_only_what_it_has_written(tmp_path: Path) -> None:
     precious.mkdir(parents=True)
     assert cli.main(["demo", "--output", str(tmp_path)]) == 2
     assert cli.main(["demo", "--output", str(tmp_path), "--", "--train-iters", "9"]) == 2
+    assert cli.main(["demo", "--iterations", "40", "--", "--pier-overlap", "41"]) == 2
     assert precious.exists()
     assert not (tmp_path / "corpus").exists()
     with pytest.raises(PierConfigError, match=rf"--output {tmp_path}: the demo would replace {tmp_path}/pier,"):

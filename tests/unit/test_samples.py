@@ -38,13 +38,18 @@ def look_at(iterator: Any, other_group: float = 0.5) -> None:
     check_groups_read_different_samples(iterator, SimpleNamespace(gather=gather), torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_every_batch_is_handed_out_once() -> None:
-    iterator = RerunDataIterator(Loader())
+def test_every_batch_is_handed_out_once_also_to_who_has_kept_the_iterable() -> None:
+    iterator, other = RerunDataIterator(Loader()), RerunDataIterator(Loader())
     look_at(iterator)
-    assert [next(iterator)["tokens"].item() for _ in range(3)] == [0, 1, 2]
+    look_at(other)
+    for reading in (iterator, iter(other.iterable)):
+        assert [next(reading)["tokens"].item() for _ in range(3)] == [0, 1, 2]
 
 
 def test_loader_is_back_once_the_batch_has_been_handed_out() -> None:
+    stateless = RerunDataIterator(iter([{"tokens": torch.tensor([1])}]))
+    look_at(stateless)
+    assert not hasattr(stateless.iterable, "save_state")
     loader = Loader()
     iterator = RerunDataIterator(loader)
     look_at(iterator)
@@ -53,19 +58,6 @@ def test_loader_is_back_once_the_batch_has_been_handed_out() -> None:
     next(iterator)
     assert iterator.iterable is loader
     assert iterator.iterable.save_state() == 1
-
-
-def test_who_has_kept_the_iterable_goes_on_reading() -> None:
-    iterator = RerunDataIterator(Loader())
-    look_at(iterator)
-    kept = iter(iterator.iterable)
-    assert [next(kept)["tokens"].item() for _ in range(3)] == [0, 1, 2]
-
-
-def test_loader_without_a_state_has_none_afterwards() -> None:
-    iterator = RerunDataIterator(iter([{"tokens": torch.tensor([1])}]))
-    look_at(iterator)
-    assert not hasattr(iterator.iterable, "save_state")
 
 
 def test_groups_that_read_the_same_are_refused() -> None:

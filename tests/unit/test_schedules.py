@@ -88,12 +88,3 @@ def test_overrides_are_constant() -> None:
     schedule = config("pier", outer_lr=0.5, outer_momentum=0.3)
     assert {schedule.learning_rate_at(t) for t in range(101, 1001)} == {0.5}
     assert {schedule.momentum_at(t) for t in range(1, 1001)} == {0.3}
-
-
-def test_no_preset_leaves_the_range_its_segments_span() -> None:
-    for preset in ("pier", "pier-cosine"):
-        for lazy_start in (0.0, 0.1, 0.3, 0.5, 0.9):
-            schedule = config(preset, lazy_start_fraction=lazy_start)
-            for iteration in schedule.outer_steps():
-                assert 0.9 <= schedule.momentum_at(iteration) <= 0.99
-                assert 0.0 < schedule.learning_rate_at(iteration) <= 1.1

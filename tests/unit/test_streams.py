@@ -16,7 +16,7 @@ from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer import Shards, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rounds import Stopwatch
-from pier_megatron.outer.staging import OWN, Buffers, Staging
+from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.steps import OuterSteps
 
@@ -112,8 +112,28 @@ def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_nu
     train(chunk_numel, save_at=(3, 9, 14), **settings)
 
 
+_take_work, _lend = Staging.take_work, Staging.lend
+
+
+def _take_unfinished_work(staging: Staging) -> Buffers:
+    buffers = _take_work(staging)
+    buffers.ready = None
+    return buffers
+
+
+def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
+    staging.written.clear()
+    for buffers in staging.work:
+        buffers.ready = None
+    return _lend(staging, *args, **kwargs)
+
+
+_FRAGMENTS = {"overlap": 3, "fragments": 2, "chunk_numel": 10}
+
 # What is omitted, and the settings under which that is a race.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
+    "new buffers are written at once": (Staging, "take_work", _take_unfinished_work, {}),
+    "a chunk is read while it is written back": (Staging, "lend", _lend_without_the_last_write, _FRAGMENTS),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
     "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered.vectors, {}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),

@@ -21,7 +21,6 @@ from pier_megatron.flags import WITH_ANY_OPTIMIZER
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
 
-_REPOSITORY = Path(__file__).parents[2]
 _LIMIT = 5.0
 """Seconds: a bound against what looks at a network or a model before it looks at a value."""
 
@@ -260,28 +259,6 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     words = ["--name=--pier-x", "--pier-outer-lr", "0.7", "--title", "--pier- notes", "--pier-groups=4", "--", "--pier-x"]
     given = check_words(words)
     assert (given.pier_groups, given.pier_outer_lr, given.pier_preset) == (4, 0.7, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("demo --iterations -5", "--iterations: -5: must be a whole number"),
-        ("demo --iterations 40 -- --pier-preset pire", "Did you mean pier?"),
-        ("demo --iterations 40 -- --pier-overlap 41", "--pier-overlap 41: must be from 0 to"),
-        ("lighthouse --islands -1", "--islands: -1: must be"),
-        ("lighthouse --islands 2 --address 256.1.1.1", "--address: 256.1.1.1: must be an IP address"),
-        ("experts mix /nonexistent", "FOLDER: /nonexistent: no such folder"),
-    ],
-)
-def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pier_megatron.cli", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(_REPOSITORY)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    assert said in ended.stderr
-    assert not list(tmp_path.iterdir())
 
 
 _LATE = """
