@@ -1,16 +1,22 @@
-"""How a checkpoint describes itself, and which runs may resume from it."""
+"""How a checkpoint describes itself, which runs resume from it, where an island finds its own, and what damaged files are."""
 
 import argparse
 import dataclasses
+import pickle
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from pier_megatron import PierConfig
 from pier_megatron.commands import planned_job
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint import stored_run
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
+from pier_megatron.integration.checkpoint.files import damage
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
@@ -127,3 +133,105 @@ def test_run_that_would_fall_back_into_the_lazy_start_is_refused() -> None:
     assert saved.check(described(train_iters=10_000, lazy_start_iters=100), accepts_changes=True)
     # From within the lazy start it may be made as long as one likes.
     assert dataclasses.replace(saved, iteration=50, is_local=False).check(longer, accepts_changes=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    dcp.save({"weight": torch.arange(12.0), "bias": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def test_files_that_are_missing_or_short(folder: Path) -> None:
+    (data,) = folder.glob("*.distcp")
+    size = data.stat().st_size
+    assert damage(folder) is None
+    with data.open("r+b") as file:
+        file.truncate(size // 2)
+    assert f"{data.name} has {size // 2:,} of" in str(damage(folder))
+    data.unlink()
+    assert damage(folder) == f"{data.name} is missing"
+
+
+# Each raises something else, none of it UnpicklingError.
+_OTHER_CONTENTS = {
+    "no storage data": pickle.dumps({"weight": 1}),
+    "a missing module": b"cno_such_module\nMetadata\n.",
+    "a missing class": b"ctorch.distributed.checkpoint.metadata\nNoSuchMetadata\n.",
+    "a class called wrongly": b"ctorch.distributed.checkpoint.metadata\nMetadata\n(I1\nI2\nI3\nI4\nI5\nI6\nI7\nI8\nI9\ntR.",
+    "nothing on the stack": b"\x80\x04.",
+    "a string that is not UTF-8": b"\x80\x04\x8c\x02\xff\xff.",
+}
+
+
+@pytest.mark.parametrize("name", _OTHER_CONTENTS)
+def test_metadata_with_other_contents(folder: Path, name: str) -> None:
+    (folder / ".metadata").write_bytes(_OTHER_CONTENTS[name])
+    assert str(damage(folder)).startswith(".metadata cannot be read")
+
+
+@pytest.mark.parametrize("filler", [b"", b"\x00", b"\xff"])
+def test_metadata_whose_end_was_never_written(folder: Path, filler: bytes) -> None:
+    path = folder / ".metadata"
+    content = path.read_bytes()
+    for place in range(0, len(content) - 1, 5):
+        path.write_bytes(content[:place] + filler * (len(content) - place))
+        assert str(damage(folder)).startswith(".metadata cannot be read")
+
+
+@pytest.mark.slow
+def test_flipped_bits_never_stop_the_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The one in C spends a minute on some of them, filling memory with an empty table before it fails.
+    monkeypatch.setattr(pickle, "load", pickle._load)  # type: ignore[attr-defined]
+    path = folder / ".metadata"
+    content = path.read_bytes()
+    for place in range(0, len(content), 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        # It need not be seen: the bit may be of a number that is checked elsewhere.
+        assert isinstance(damage(folder), str | None)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``--load`` folder; this process is the only rank."""
+
+    def island_of(folder: Path, step: int | None) -> int | None:
+        said = {int(path.name): path.read_text() for path in folder.glob("[0-9]*")} if folder.is_dir() else {}
+        found = said.get(step or max(said, default=0), "launch")
+        return None if found == "launch" else int(found)
+
+    monkeypatch.setattr(stored_run, "_island_of", island_of)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects: None)
+    return tmp_path
+
+
+def store(folder: Path, iteration: int, by: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(iteration)).write_text(by)
+
+
+def test_an_island_finds_its_own_checkpoint(root: Path) -> None:
+    for island, folder in enumerate((root, root / "islands/1", root / "islands/2")):
+        store(folder, 6, str(island))
+        assert stored_run.folder_of_island(root, island) == folder
+        assert stored_run.find(root, island, None, False) == stored_run.find(root, island, 6, False) == folder
+
+
+def test_what_a_launch_has_saved_is_for_all_islands(root: Path) -> None:
+    store(root, 6, "launch")
+    assert [stored_run.find(root, island, None, False) for island in range(3)] == [root] * 3
+
+
+def test_an_island_without_a_checkpoint_begins_anew_unless_it_may_have_that_of_another(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(root, 6, "0")
+    assert stored_run.find(root, 1, None, False) == root / "islands/1"
+    said = capsys.readouterr().out
+    assert "has no checkpoint of island 1, which starts at iteration 0 and joins the others" in said
+    assert "To start from the inner state of island 0, add --pier-override-checkpoint" in said
+    assert stored_run.find(root, 1, None, True) == stored_run.find(root, 1, 6, False) == root
+    # Its own one is of another iteration than the one that was asked for.
+    store(root / "islands/1", 4, "1")
+    assert stored_run.find(root, 1, 6, False) == root
+    assert stored_run.find(root, 1, None, False) == root / "islands/1"

@@ -6,11 +6,13 @@ import itertools
 import re
 from typing import Any
 
+import golden
 import pytest
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import cautions
+from pier_megatron.integration.examination import examined_iteration
 
 
 def test_phases_of_a_run() -> None:
@@ -245,3 +247,34 @@ def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:
     assert draw_subgroups(5, 2, 1, 50) != draw_subgroups(5, 2, 0, 50)
     # Everybody meets everybody.
     assert len({pair for t in range(200) for pair in draw_subgroups(8, 2, 3, t)}) == 28
+
+
+@pytest.mark.parametrize(
+    ("flags", "iteration", "place"),
+    [
+        ({"sync_interval": 50}, 2, "between outer steps"),
+        ({"sync_interval": 50, "overlap": 25, "fragments": 2}, 2, "before the first outer step"),
+        ({"sync_interval": 50, "overlap": 10, "fragments": 2}, 2, "between outer steps"),
+        ({"sync_interval": 3, "overlap": 2}, 2, "before the first outer step"),
+        ({"sync_interval": 2}, 3, "between outer steps"),
+        ({"sync_interval": 2, "overlap": 1}, 2, "as every iteration of this job"),
+        ({"sync_interval": 4, "fragments": 4}, 2, "as every iteration of this job"),
+        ({"sync_interval": 1}, 2, "as every iteration of this job"),
+        ({"sync_interval": 50, "train_iters": 3}, 2, "between outer steps"),
+        ({"sync_interval": 50, "train_iters": 2}, 1, "between outer steps"),
+    ],
+)
+def test_iteration_without_an_exchange_if_there_is_one(flags: dict[str, int], iteration: int, place: str) -> None:
+    config = PierConfig(**{"train_iters": 1000, "groups": 2, "lazy_start_iters": 0} | flags)
+    assert examined_iteration(config)[0] == iteration
+    assert place in examined_iteration(config)[1]
+
+
+def test_what_is_drawn_is_accepted_and_covers_every_way() -> None:
+    drawn = [golden.draw(seed) for seed in range(200)]
+    assert drawn[:5] == [golden.draw(seed) for seed in range(5)]
+    configs = [PierConfig(groups=run["settings"]["groups"], **run["settings"]["config"]) for run in drawn]
+    for is_on in ("overlap", "offload", "subgroup", "sites", "has_error_feedback"):
+        assert 10 < sum(bool(getattr(config, is_on)) for config in configs) < 190, is_on
+    named = {name for run in drawn for name, _ in run["commands"]}
+    assert named == {"rehearse", "iterate", "stop_and_resume", "evaluate"}

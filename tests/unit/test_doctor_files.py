@@ -1,12 +1,15 @@
-"""Folders that a job names, as the doctor sees them."""
+"""What the doctor reads without running it: folders that a job names, its script and what that imports."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands.doctor import job_files
+from pier_megatron.commands.doctor import job_files, launch
 from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_arguments import look_at_unknown
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.exchange.authentication import new_secret
 
 
@@ -59,3 +62,53 @@ def test_lists_of_data_that_are_none(text: str, tmp_path: Path) -> None:
     job_files.look(job_files.paths(["--per-split-data-args-path", str(lists)]), findings)
     [error] = findings.errors
     assert error.startswith(f"--per-split-data-args-path {lists}: cannot be read (")
+
+
+_REGISTERS = "import pier_megatron\npier_megatron.register()\n"
+
+
+def written(folder: Path, files: dict[str, str]) -> LaunchCommand:
+    """A job whose script is train.py among these files."""
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return LaunchCommand(1, 2, str(folder / "train.py"), ("--optimizer", "pier"))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train.py": "from pier_megatron import register as enable\nenable()\n"},
+        {"train.py": "import mine\n", "mine.py": "from deep import go\n", "deep.py": _REGISTERS},
+        {
+            "train.py": "import pkg.start\n",
+            "pkg/__init__.py": "",
+            "pkg/start.py": "from . import own\n",
+            "pkg/own.py": _REGISTERS,
+        },
+        {"train.py": "import pkg.inner.start\n", "pkg/inner/start.py": "from ..own import go\n", "pkg/own.py": _REGISTERS},
+        # In a circle.
+        {"train.py": "import a\n", "a.py": "import b\n", "b.py": f"import a\n{_REGISTERS}"},
+    ],
+)
+def test_a_script_registers_by_way_of_what_it_imports(files: dict[str, str], tmp_path: Path) -> None:
+    command, findings = written(tmp_path, files), Findings()
+    launch.look(command, ScriptSources.of(command), findings)
+    assert findings.verdict == "OK", findings.errors
+    assert "is made known by" in findings.notes[0]
+
+
+def test_what_megatron_imports_is_not_followed(tmp_path: Path) -> None:
+    files = {"train.py": "import megatron.training\n", "megatron/training/__init__.py": "import own\n", "own.py": _REGISTERS}
+    command, findings = written(tmp_path, files), Findings()
+    launch.look(command, ScriptSources.of(command), findings)
+    assert "Put -m pier_megatron before" in findings.errors[0]
+
+
+def test_flag_that_looks_like_one_of_megatrons_may_be_added_far_away(tmp_path: Path) -> None:
+    files = {"train.py": "import mine\n", "mine.py": "import flags\n", "flags.py": "add('--hidden-sizes')\n"}
+    findings = Findings()
+    look_at_unknown(["--hidden-sizes", "3"], ["--hidden-size"], ScriptSources.of(written(tmp_path, files)), findings)
+    assert findings.verdict == "OK", findings.errors
+    assert "flags.py adds it" in findings.notes[0]

@@ -1,8 +1,9 @@
-"""An island takes over the state of another one, and that one dies before both have taken the outer step."""
+"""Elastic islands: one that takes over the state of another, what they hear of each other, and where they listen."""
 
 import datetime
 import functools
 import gc
+import itertools
 import math
 import time
 import weakref
@@ -12,9 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_ranks import free_port
 
 from pier_megatron import PierConfig, PierConfigError
+from pier_megatron.exchange import communicator
 from pier_megatron.exchange.authentication import answer_peers
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
@@ -189,3 +192,46 @@ def test_who_has_gone_and_who_is_new_is_said_by_number() -> None:
     # A number that was started again, and one that two islands have for a moment.
     assert changes([first, second], [first, again]) == "new: 1"
     assert changes([first, second, again], [first]) == "gone: 1"
+
+
+def test_other_nodes_of_an_island_listen_at_their_own_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str]] = []
+
+    def create(**of: str) -> object:
+        asked.append(of)
+        if of.get("hostname") == "10.1.1.1":
+            raise RuntimeError("none of this node")
+        return object()
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,ib1")
+    communicator.device_at("10.1.1.1")
+    assert asked == [{"hostname": "10.1.1.1"}, {"interface": "ib0"}]
+    communicator.device_at("10.1.1.2")
+    assert asked[2:] == [{"hostname": "10.1.1.2"}]
+
+
+class _Forgotten:
+    """A collective that gloo has forgotten: it never ends."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: datetime.timedelta) -> bool:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def test_nobody_waits_for_a_collective_of_a_lost_exchange() -> None:
+    store, silences = dist.HashStore(), iter([None, "island 7 does not answer"])
+    own = communicator.Communicator(store, datetime.timedelta(seconds=300))
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=300))
+    own.begin("ends/1", lambda: next(silences), lambda: alone)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="the exchange is interrupted: island 7 does not answer"):
+        communicator.Wait(_Forgotten(), own.watched).wait()  # type: ignore[arg-type]
+    store.set("ends/1", "")
+    with pytest.raises(RuntimeError, match="interrupted: another rank of this island has ended it"):
+        own.watched(lambda _: False)
+    # What comes about in the meantime is taken.
+    comes = itertools.chain([False], itertools.repeat(True))
+    own.watched(lambda _: next(comes))

@@ -1,4 +1,4 @@
-"""A snapshot that is read into the loop's own buffers, as checkpoints are."""
+"""A loop that is restored, as from a checkpoint, or reset while an outer step is under way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pier_megatron import PierConfig
+from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.outer import OuterLoop, Shards, Snapshot
 from pier_megatron.outer.snapshot import Progress
@@ -121,3 +122,57 @@ def test_outer_steps_before_a_snapshot_are_reported_before_it(monkeypatch: pytes
     assert reported == []
     loop.snapshot()
     assert reported == [2, 4]
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "offloaded": {"offload": True},
+    "fragments": {"fragments": 2},
+    "few bits": {"exchange_dtype": "int8"},
+}
+
+
+def _trained(parameter: torch.Tensor, loop: OuterLoop, iterations: int) -> OuterLoop:
+    for iteration in range(loop.iteration + 1, loop.iteration + 1 + iterations):
+        loop.begin_iteration(iteration)
+        parameter += 0.1 * torch.sin(torch.arange(len(parameter)) + iteration)
+        loop.end_iteration()
+    return loop
+
+
+def _overlapped(settings: dict[str, Any], parameter: torch.Tensor) -> OuterLoop:
+    config = PierConfig(24, groups=1, preset="pier", sync_interval=4, lazy_start_iters=4, overlap=3, **settings)
+    return OuterLoop([[Shards([parameter])]], config, GroupExchange(codec=CODECS[config.exchange_dtype]))
+
+
+@pytest.mark.parametrize("settings", _WAYS.values(), ids=_WAYS)
+def test_reset_forgets_an_outer_step_under_way(settings: dict[str, Any]) -> None:
+    parameter = torch.randn(40)
+    loop = _trained(parameter, _overlapped(settings, parameter), 9)
+    loop.reset()
+    _trained(parameter, loop, 2)
+    [state] = loop.states
+    assert not state.momentum.any()
+    # As a loop that begins with the same parameters.
+    again = parameter.clone()
+    other = _overlapped(settings, again)
+    other.reset(loop.iteration)
+    other.progress.is_local = True
+    loop.reset()
+    for trained, of in ((parameter, loop), (again, other)):
+        _trained(trained, of, 8)
+    torch.testing.assert_close(again, parameter, rtol=0, atol=0)
+    assert all(torch.equal(mine, state.flats[name]) for name, mine in other.states[0].flats.items())
+
+
+@pytest.mark.parametrize("settings", _WAYS.values(), ids=_WAYS)
+def test_buffers_of_a_forgotten_outer_step_are_used_again(settings: dict[str, Any]) -> None:
+    parameter = torch.randn(40)
+    loop = _overlapped(settings, parameter)
+    loop.rehearse()
+    [staging] = loop.share.stagings
+    lent = {id(buffers) for buffers in (*staging.work, *staging.kept)}
+    _trained(parameter, loop, 9)
+    loop.reset()
+    staging.synchronize()
+    assert {id(buffers) for buffers in (*staging.work, *staging.kept)} == lent
