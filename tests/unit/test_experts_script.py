@@ -85,8 +85,6 @@ def test_all_are_trained_once_and_a_failure_stops_nobody(planned: Callable[..., 
     (plan.folder / _NAMES[0] / "fails").touch()
     first = run(plan)
     assert (first.returncode, first.stderr) == (1, "")
-    assert first.stdout.startswith("0 of 3 experts are trained\n")
-    assert f"{_NAMES[0]}: started at iteration 0, log in {plan.folder}/{_NAMES[0]}/log.txt\n" in first.stdout
     assert f"{_NAMES[0]}: ended with status 3 at iteration 0 of 8\n" in first.stdout
     assert [expert.name for expert in plan.untrained()] == [_NAMES[0]]
     # Two run at once; the third takes the devices of the one that ends first.

@@ -59,9 +59,7 @@ def test_without_an_entry_nothing_is_handed_on(tmp_path: Path) -> None:
     for args in (_args(tmp_path, None), _args(tmp_path, "tp: {max_ctas: 4}", ["tp"]), argparse.Namespace()):
         nccl_options.check(args, _config())
         assert _options(args, "pier") is None
-
-
-def test_priority_needs_no_file(tmp_path: Path) -> None:
+    # Priority needs no file.
     args = _args(tmp_path, None, ["pier_inside_sites"])
     nccl_options.check(args, _config(**_ON_SITES))
     assert _options(args, "pier_inside_sites").is_high_priority_stream
@@ -90,12 +88,6 @@ def test_elastic_islands_make_communicators_of_their_own(tmp_path: Path) -> None
     elastic = _config(lighthouse="http://host:1", preset="diloco")
     with pytest.raises(PierConfigError, match=r"--high-priority-stream-groups pier: .*no effect with --pier-lighthouse"):
         nccl_options.check(_args(tmp_path, None, ["pier"]), elastic)
-
-
-def test_missing_file_is_refused() -> None:
-    args = argparse.Namespace(nccl_communicator_config_path="/nowhere/nccl.yaml")
-    with pytest.raises(PierConfigError, match=r"--nccl-communicator-config-path /nowhere/nccl\.yaml cannot be read"):
-        nccl_options.check(args, _config())
 
 
 def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder() -> None:

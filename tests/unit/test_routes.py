@@ -111,22 +111,17 @@ def test_a_search_shortens_the_step_and_each_freedom_helps() -> None:
     assert seconds(held=2) > found
 
 
-def test_micro_batches_stay_in_their_group() -> None:
-    groups = [[0, 1], [2, 3]]
-    found = search(grids.uneven(4, 4), 4, groups, Wishes(0.25, 4))
-    assert all(place.replica // 2 == key.replica // 2 for key, path in found.paths.items() for place in path)
-    assert any(place.replica != key.replica for key, path in found.paths.items() for place in path)
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.33])
-@pytest.mark.parametrize("shape", [(4, 4, 6), (6, 3, 4)])
-def test_micro_batches_may_stay_in_their_replica(shape: tuple[int, int, int], fraction: float) -> None:
+@pytest.mark.parametrize(
+    ("shape", "fraction", "size"),
+    [((4, 4, 6), 0.1, 1), ((4, 4, 6), 0.33, 1), ((6, 3, 4), 0.1, 1), ((6, 3, 4), 0.33, 1), ((4, 4, 4), 0.25, 2)],
+)
+def test_micro_batches_stay_in_their_group_or_replica(shape: tuple[int, int, int], fraction: float, size: int) -> None:
     stages, replicas, micro_batches = shape
-    alone = [[replica] for replica in range(replicas)]
-    found = search(grids.uneven(stages, replicas), micro_batches, alone, Wishes(fraction, stages))
-    routes = Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order)
-    routes.check()
-    assert routes.crossings == 0
+    groups = [[*range(first, first + size)] for first in range(0, replicas, size)]
+    found = search(grids.uneven(stages, replicas), micro_batches, groups, Wishes(fraction, stages))
+    Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order).check()
+    assert all(place.replica // size == key.replica // size for key, path in found.paths.items() for place in path)
+    assert any(place.replica != key.replica for key, path in found.paths.items() for place in path) == (size > 1)
 
 
 def test_no_step_ends_where_ranks_wait_for_each_others_memory() -> None:

@@ -1,14 +1,15 @@
 """What is put around Megatron's functions: on functions that are not Megatron's, and the table on Megatron's own."""
 
 import argparse
+import ast
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import megatron_symbols
 import pytest
 from launch import REPOSITORY
 
@@ -136,14 +137,59 @@ def test_attributes_that_are_not_there_are_not_made() -> None:
     assert vars(bucket) == {"gradient_scaling_factor": 2.0}
 
 
+_FOLDER = REPOSITORY / "pier_megatron"
+_MODULES = {"parallel_state": "megatron.core.parallel_state"}
+
+
+def looked_up() -> dict[str, str]:
+    """Where each symbol is looked up, by its full name.
+
+    Raises:
+        AssertionError: If a name is not a constant that can be read here.
+    """
+    found: dict[str, str] = {}
+    for path in sorted(_FOLDER.rglob("*.py")):
+        if path.stem in ("seam", "seams", "versions"):
+            continue
+        tree = ast.parse(path.read_text())
+        constants = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant):
+                constants[node.targets[0].id] = node.value.value
+        for node in ast.walk(tree):
+            for symbol in _of_node(node, constants, path):
+                found[symbol] = f"{path.relative_to(_FOLDER)}:{node.lineno}"  # type: ignore[attr-defined]
+    return found
+
+
+def _of_node(node: ast.AST, constants: dict[str, str], path: Path) -> Iterator[str]:
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="versions"), attr="require"), args=[module, name]):
+            yield f"{_text(module, constants, path)}.{_text(name, constants, path)}"
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in _MODULES:
+            yield f"{_MODULES[owner]}.{name}"
+
+
+def _text(node: ast.expr, constants: dict[str, str], path: Path) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Name(id=name) if name in constants:
+            return constants[name]
+        case ast.JoinedStr(values=parts):
+            expressions = (part.value if isinstance(part, ast.FormattedValue) else part for part in parts)
+            return "".join(_text(part, constants, path) for part in expressions)
+    raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)} cannot be read without running it")
+
+
 def test_every_symbol_that_is_looked_up_is_checked_at_the_start() -> None:
     checked = {f"{needed.module}.{name}" for needed in seams.NEEDED for name in needed.names.split()}
     replaced = {f"{row.module}.{row.name}" for row in (*seams.BEFORE_ARGUMENTS, *seams.TABLE)}
     # A module or a class that holds a name is there when the name is.
     parts = {name.rsplit(".", depth)[0] for name in checked | replaced for depth in range(3)}
-    looked_up = megatron_symbols.looked_up().items()
+    symbols = looked_up().items()
     # Those of Megatron-Bridge are in a table of their own, which needs it installed.
-    unchecked = {name: where for name, where in looked_up if name not in parts and not name.startswith("megatron.bridge.")}
+    unchecked = {name: where for name, where in symbols if name not in parts and not name.startswith("megatron.bridge.")}
     assert unchecked == {}
 
 
