@@ -160,12 +160,7 @@ def test_where_the_papers_schedule_begins_to_win(points: Points) -> None:
 
 def test_groups_in_sites(points: Points) -> None:
     found = table("deploy", "| 2 sites of 4 groups")
-    of = (
-        lambda inner: _one(inner, 8, 20),
-        _three,
-        lambda inner: _one(inner, 2, 20),
-        lambda inner: _one(inner, 8, 10),
-    )
+    of = (lambda inner: _one(inner, 8, 20), _three, lambda inner: _one(inner, 2, 20), lambda inner: _one(inner, 8, 10))
     for (what, sent, *cells), run in zip(found, of, strict=True):
         assert cells == [simulated(points, run(inner)) for inner in (MUON, ADAM)], what
         between = run(MUON).between_sites if run(MUON).sites > 1 else run(MUON)

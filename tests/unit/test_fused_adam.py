@@ -100,6 +100,15 @@ def test_every_number_is_its_halves() -> None:
     assert torch.equal(after[numbers], values[numbers])
 
 
+@pytest.mark.parametrize("parameters", [torch.float32, torch.float16])
+def test_main_parameters_that_are_no_halves(parameters: torch.dtype) -> None:
+    model, values = torch.randn(23).to(parameters), torch.randn(23)
+    masters = FusedAdamMasters(te_stand_in.FusedAdam([model], master_weights=True, use_decoupled_grad=True))
+    masters.write(model, slice(None), values)
+    assert torch.equal(masters.read(model, slice(None)), values)
+    assert torch.allclose(model.float(), values, rtol=2**-8, atol=0)
+
+
 @pytest.mark.slow
 def test_derived_flag_is_that_of_megatron() -> None:
     from megatron.core.optimizer import OptimizerConfig
