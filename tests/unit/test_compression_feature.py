@@ -24,13 +24,10 @@ DEVICE = one_gpu.device()
 
 def args(**changes: Any) -> argparse.Namespace:
     """Arguments of two tensor-parallel ranks, two stages and four replicas, in bf16."""
-    given = {
+    given = dict.fromkeys(("pier_exchange_dtype", "pier_preset", "pier_subgroup_size", "pier_groups"))
+    given |= dict.fromkeys(("pier", "sequence_parallel", "fp32_residual_connection", "fp16"), False)
+    given |= {
         "pier_compress": "naive",
-        "pier_exchange_dtype": None,
-        "pier_preset": None,
-        "pier_subgroup_size": None,
-        "pier": False,
-        "pier_groups": None,
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "context_parallel_size": 1,
@@ -39,11 +36,8 @@ def args(**changes: Any) -> argparse.Namespace:
         "use_distributed_optimizer": True,
         "accumulate_allreduce_grads_in_fp32": True,
         "transformer_impl": "local",
-        "sequence_parallel": False,
         "params_dtype": torch.bfloat16,
-        "fp32_residual_connection": False,
         "bf16": True,
-        "fp16": False,
         "rank": 0,
     }
     return argparse.Namespace(**given | changes)

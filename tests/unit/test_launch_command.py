@@ -123,7 +123,6 @@ def test_path_with_an_equals_sign_is_one_word() -> None:
     ("command", "said"),
     [
         ("mpirun pretrain_gpt.py", "no torchrun"),
-        ("srun python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
         ("srun --ntasks-per-node 8 python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
         ("srun -N 4 bash -c 'python \"train.py'", '^bash -c python "train.py: No closing quotation'),
         ("python -c pass", "no training script"),

@@ -31,14 +31,6 @@ def args(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**given | changes)
 
 
-def test_activations_are_told_for_the_largest_batch() -> None:
-    with mock.patch.object(batches, "training_phases", return_value={8: 4, 32: 16}):
-        lines = layered.describe(args())
-        assert layered.cost(args()).activations == 55 / 19
-    assert "4 pipeline ranks of 4 virtual stages: a stage runs all 4-16 micro-batches" in lines[0]
-    assert "up to 55 of 64 stage-micro-batches at once; depth-first, of 19 (2.89 x)" in lines[1]
-
-
 @pytest.mark.parametrize(
     ("changes", "micro_batches", "words"),
     [
