@@ -219,7 +219,7 @@ def test_stretches_of_the_flat_buffers_are_those_of_the_parameters() -> None:
 @pytest.mark.parametrize(("span", "ages"), [(1, (0, 1)), (2, (0, 1)), (3, (1, 2)), (10, (1, 5)), (11, (1, 6))])
 def test_sum_begins_in_one_launch_behind_the_verdicts_and_is_sent_on_half_way(span: int, ages: tuple[int, int]) -> None:
     round_ = outer_round(OuterState([Shards(shards())], chunk_numel=4))
-    begun, sent_on = list[int](), list[int]()
+    begun, sent_on = list[tuple[int, int]](), list[int]()
     with mock.patch.object(GroupExchange, "sum", return_value=Sum()) as sums, mock.patch.object(Sum, "advance") as advance:
         round_.begin()
         for age in range(span + 1):
@@ -227,11 +227,11 @@ def test_sum_begins_in_one_launch_behind_the_verdicts_and_is_sent_on_half_way(sp
                 round_.proceed(age, span)
             else:
                 round_.arrive()
-            begun += [age] * sum(len(call.args[0]) for call in sums.mock_calls)
+            begun += [(age, len(call.args[0])) for call in sums.mock_calls]
             sent_on += [age] * advance.called
             sums.reset_mock()
             advance.reset_mock()
-    assert begun == [ages[0]] * len(round_.chunks)
+    assert begun == [(ages[0], len(round_.chunks))]
     assert sent_on[0] == ages[1]
 
 

@@ -20,15 +20,10 @@ _DOCS = Path(__file__).parents[2] / "docs" / "islands.md"
 def args(**changes: Any) -> argparse.Namespace:
     given = {
         "global_batch_size": 8,
-        "seq_length": 32,
         "lr": 1e-3,
-        "lr_decay_style": "cosine",
-        "lr_warmup_iters": 10,
         "bf16": True,
         "seed": 1,
-        "split": "949,50,1",
         "data_path": ["0.5", "/here/code", "0.5", "/here/prose"],
-        "hidden_dropout": 0.1,
         "micro_batch_size": 1,
         "rank": 0,
         "save": "/here/checkpoints",
