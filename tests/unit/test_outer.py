@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +25,6 @@ from pier_megatron.outer.memory import buffers_at_once, host_bytes, rounds_at_on
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.steps import OuterSteps
@@ -233,27 +231,6 @@ def test_sum_begins_in_one_launch_behind_the_verdicts_and_is_sent_on_half_way(sp
             advance.reset_mock()
     assert begun == [(ages[0], len(round_.chunks))]
     assert sent_on[0] == ages[1]
-
-
-class _Unread(TorchFunctionMode):
-    """Lets meta tensors, which know their device and hold nothing, be copied from."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.copy_ and args[1].is_meta:
-            return args[0]
-        return function(*args, **(kwargs or {}))
-
-
-def test_save_of_an_exchange_under_way_copies_it_to_the_host() -> None:
-    """On the device its copies would take eight bytes a parameter."""
-    device = torch.device("meta")
-    state = OuterState([Shards([torch.empty(23, device=device)])], chunk_numel=4)
-    round_ = OuterRound([Staging(state)], EXCHANGE, (0,), Nesterov(0.9, 0.7), mock.Mock(), 1, Stopwatch(device), device)
-    round_.resume(RoundBuffers(1, torch.empty(23), torch.empty(23)))
-    with _Unread():
-        saved = round_.settle()
-    assert state.anchor.is_meta
-    assert {saved.own.device.type, saved.sum.device.type} == {"cpu"}
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

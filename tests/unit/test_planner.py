@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -184,26 +184,6 @@ def test_overlapped_step_waits_for_all_copies() -> None:
     assert quick.exposed(with_settings(overlap=25, offload=True)) == pytest.approx(_OVERLAPPED_PASSES)
 
 
-@dataclasses.dataclass
-class _Copied:
-    """Bytes a parameter that a round has copied to the device."""
-
-    inward: float = 0.0
-
-
-@pytest.fixture(name="copied")
-def _copied() -> Iterator[_Copied]:
-    found, lend = _Copied(), Staging.lend
-
-    def counting(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
-        staged = lend(staging, chunk, reads, kept)
-        found.inward += 4 * chunk.numel * len(set(reads) & staged.homes.keys()) / staging.state.numel
-        return staged
-
-    with mock.patch.object(Staging, "lend", counting):
-        yield found
-
-
 def _round(dtype: str) -> OuterRound:
     exchange, device = GroupExchange(codec=CODECS[dtype]), torch.device("cpu")
     exchange.wire = Wire(exchange.codec, 2)
@@ -215,12 +195,22 @@ def _round(dtype: str) -> OuterRound:
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize("span", [1, 2, 3, 26])
-def test_bytes_are_those_that_rounds_copy(copied: _Copied, dtype: str, span: int) -> None:
-    _round(dtype).run()
-    assert copied.inward == pytest.approx(model.copied_by_blocking(dtype))
-    copied.inward, overlapped = 0.0, _round(dtype)
-    overlapped.begin()
-    for age in range(span):
-        overlapped.proceed(age, span)
-    overlapped.finish()
-    assert copied.inward == pytest.approx(model.copied_by_overlapped(dtype))
+def test_bytes_are_those_that_rounds_copy(dtype: str, span: int) -> None:
+    """Bytes a parameter that a round copies to the device."""
+    inward, lend = list[float](), Staging.lend
+
+    def counting(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
+        staged = lend(staging, chunk, reads, kept)
+        inward.append(4 * chunk.numel * len(set(reads) & staged.homes.keys()) / staging.state.numel)
+        return staged
+
+    with mock.patch.object(Staging, "lend", counting):
+        _round(dtype).run()
+        assert sum(inward) == pytest.approx(model.copied_by_blocking(dtype))
+        inward.clear()
+        overlapped = _round(dtype)
+        overlapped.begin()
+        for age in range(span):
+            overlapped.proceed(age, span)
+        overlapped.finish()
+    assert sum(inward) == pytest.approx(model.copied_by_overlapped(dtype))
