@@ -68,9 +68,6 @@ def test_what_comes_later_counts(text: str, codecs: dict[str, str], named: set[s
     assert parse_policy(text)[1] == named
 
 
-_POSSIBLE = {"dp", "pp", "gather", "tp"}
-
-
 @pytest.mark.parametrize(
     ("changes", "left_out", "reason"),
     [
@@ -108,7 +105,7 @@ def test_what_is_left_out(changes: dict[str, Any], left_out: set[str], reason: s
     given = args(**changes)
     named = parse_policy(given.pier_compress)[1]
     if not named:
-        assert set(compression.compressed(given)) == _POSSIBLE - left_out
+        assert set(compression.compressed(given)) == {"dp", "pp", "gather", "tp"} - left_out
         assert all(reason in line for line in compression.describe(given)[1:] if line.split(":")[0].strip() in left_out)
     for dimension in left_out:
         codec = parse_policy(given.pier_compress)[0][dimension].name
@@ -117,8 +114,10 @@ def test_what_is_left_out(changes: dict[str, Any], left_out: set[str], reason: s
         assert reason in str(error.value) or dimension == "gather"
 
 
-def test_a_stream_of_32_bits_between_stages_is_halved() -> None:
+def test_a_stream_of_32_bits_between_stages_is_halved_and_a_policy_without_a_codec_refused() -> None:
     assert compression.compressed(args(pier_compress="pp=bf16", fp32_residual_connection=True))["pp"].name == "bf16"
+    with pytest.raises(PierConfigError, match=r"--pier-compress dp=off compresses nothing in this run: all is off\. Drop it"):
+        compression.compressed(args(pier_compress="dp=off"))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +135,6 @@ def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> N
     with pytest.raises(PierConfigError) as error:
         compression.check_other_flags(given, compression.compressed(given))
     assert all(word in str(error.value) for word in words)
-
-
-def test_a_policy_that_names_no_codec_is_refused() -> None:
-    with pytest.raises(PierConfigError, match=r"--pier-compress dp=off compresses nothing in this run: all is off\. Drop it"):
-        compression.compressed(args(pier_compress="dp=off"))
 
 
 @pytest.mark.parametrize(

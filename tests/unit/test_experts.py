@@ -336,6 +336,9 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
         mix.check_disjoint("law", once[:2], once[4:])
 
 
+_LABELS = torch.randint(5, (4, 6, 1), generator=torch.Generator().manual_seed(4))
+
+
 @pytest.fixture(scope="module")
 def logits() -> torch.Tensor:
     """Logits of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
@@ -343,18 +346,13 @@ def logits() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def labels() -> torch.Tensor:
-    return torch.randint(5, (4, 6), generator=torch.Generator().manual_seed(4))
+def scores(logits: torch.Tensor) -> np.ndarray:
+    return logits.log_softmax(-1).gather(-1, _LABELS.expand(3, -1, -1, 1))[..., 0].numpy()
 
 
-def scores_of(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    chosen = labels[None, ..., None].expand(len(logits), -1, -1, 1)
-    return logits.log_softmax(-1).gather(-1, chosen)[..., 0].numpy()
-
-
-def test_whole_sequences_have_the_likelihood_of_a_mixture(logits: torch.Tensor, labels: torch.Tensor) -> None:
+def test_whole_sequences_have_the_likelihood_of_a_mixture(scores: np.ndarray) -> None:
     """The product over tokens is the prior's mean of the experts' products: a sum that telescopes only without a leak."""
-    scores, prior = scores_of(logits, labels), np.log([0.7, 0.2, 0.1])
+    prior = np.log([0.7, 0.2, 0.1])
     whole = np.logaddexp.reduce(prior[:, None] + scores.sum(axis=2), axis=0)
     np.testing.assert_allclose(mixture.mixed(scores, prior).sum(axis=1), whole, rtol=1e-12)
 
@@ -367,22 +365,22 @@ def test_long_sequences_do_not_underflow() -> None:
     assert found[0, -1] == pytest.approx(-10)
 
 
-def test_cached_prior_is_that_of_the_published_code(logits: torch.Tensor, labels: torch.Tensor) -> None:
+def test_cached_prior_is_that_of_the_published_code(scores: np.ndarray) -> None:
     # In probabilities, as written: 0.3^(k+1) times the prior, and the posterior of the whole sequence.
     prior = np.ones(3)
-    likelihoods = np.exp(scores_of(logits, labels).sum(axis=2))
+    likelihoods = np.exp(scores.sum(axis=2))
     for k in range(4):
         posterior = prior * likelihoods[:, k] / (prior * likelihoods[:, k]).sum()
         prior = 0.3 ** (k + 1) * prior + posterior
-    found = np.exp(mixture.cached_prior(scores_of(logits, labels)))
+    found = np.exp(mixture.cached_prior(scores))
     np.testing.assert_allclose(found, prior / prior.sum(), rtol=1e-12)
 
 
-def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.Tensor) -> None:
+def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, scores: np.ndarray) -> None:
     whole = logits.log_softmax(-1).mean(0)
     assert (whole.exp().sum(-1) < 1).all()
-    expected = whole.gather(-1, labels[..., None])[..., 0].numpy()
-    np.testing.assert_allclose(mixture.averaged(scores_of(logits, labels)), expected, rtol=1e-12)
+    expected = whole.gather(-1, _LABELS)[..., 0].numpy()
+    np.testing.assert_allclose(mixture.averaged(scores), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"models": {}, "experts": [{}]}'])

@@ -82,12 +82,13 @@ def test_arithmetic() -> None:
     # A tenth of the run is synchronous.
     assert prediction.mean_of_run(steps(50), hidden=False) == pytest.approx(0.1 * 17 + 0.9 * (1 + 16 / 50))
     assert achieved(_JOB, _PLAIN, prediction.compute) == pytest.approx(_PLAIN.flops)
-
-
-def test_efficiency_is_a_share_of_what_leaves_a_node() -> None:
+    # Efficiency is a share of what leaves a node.
     half = predict(_JOB, dataclasses.replace(_PLAIN, efficiency=0.5))
     assert half.exchange["fp32"] == pytest.approx(2 * 16)
     assert half.synchronous == pytest.approx(1 + 2 * 16)
+    alone = predict(dataclasses.replace(_JOB, groups=1), _PLAIN)
+    assert alone.exchange["fp32"] == 0
+    assert alone.local > 10
 
 
 def test_sites_share_a_link() -> None:
@@ -133,12 +134,6 @@ def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:
     assert far.exchange["fp32"] - near.exchange["fp32"] == pytest.approx(30 * 0.02)
     assert far.pairs - near.pairs == pytest.approx(0.02)
     assert near.mean_iteration(steps(50, preset="noloco")) == pytest.approx(near.local + 16 / 50)
-
-
-def test_one_group_has_nothing_to_gain() -> None:
-    prediction = predict(dataclasses.replace(_JOB, groups=1), _PLAIN)
-    assert prediction.exchange["fp32"] == 0
-    assert prediction.local > 10
 
 
 _SIXTEEN = PierConfig(train_iters=100_000, groups=16)

@@ -66,18 +66,14 @@ def topology() -> Topology:
     )
 
 
-def test_ranks_are_not_looked_at_once_for_each_group() -> None:
+def test_ranks_are_not_looked_at_once_for_each_group_and_few_are_drawn() -> None:
     drawn = topology()
     drawn.ranks = Counted(drawn.ranks)
     drawn.check()
     assert drawn.warnings() == []
-    drawn.describe()
+    lines = drawn.describe()
     assert [len(drawn.members(group)) for group in drawn.groups()] == [_RANKS // _GROUPS] * _GROUPS
     assert 0 < Counted.looks <= _LOOKS * _RANKS
-
-
-def test_few_of_many_groups_are_drawn() -> None:
-    lines = topology().describe()
     assert lines[0] == "group 0: ranks 0-15 on node 0, node 1"
     assert lines[-2:] == ["and 1,015 more, to", "group 1023: ranks 16368-16383 on node 2046, node 2047"]
     assert len(lines) == NAMED // 2 + 2
