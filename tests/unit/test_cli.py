@@ -38,7 +38,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["weigh"], "weigh: no such command\n"),
         (["demo", "--ouput", "x"], "--ouput: demo does not know it. Did you mean --output?"),
         (["plot", "."], "plot was removed. TensorBoard shows runs side by side"),
-        (["do"], "do: no such command. Did you mean doctor?"),
         (["export", "--checkpoint", "."], "export was removed. Use examples/downstream/export_gpt2.py"),
         (["experts", "export", "."], "experts export was removed. Use examples/downstream/export_mixture.py"),
     ],

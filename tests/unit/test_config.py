@@ -168,8 +168,18 @@ def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
 
 
 def test_settings_of_megatron_that_disappoint() -> None:
-    args = argparse.Namespace(data_parallel_size=8, log_interval=10, save=None, timing_log_level=0)
-    assert cautions.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
+    quiet = {"data_parallel_size": 8, "log_interval": 10, "save": None, "timing_log_level": 0, "train_sync_interval": 10}
+    args, overlapped = argparse.Namespace(**quiet), PierConfig(train_iters=1000, groups=2, overlap=10)
+    assert cautions.warnings(args, overlapped) == []
+    for setting, said in (
+        ({"timing_log_level": 1}, "--timing-log-level 1: its timers wait for the device"),
+        ({"train_sync_interval": 5}, "-interval 5: Megatron waits .* 2 times in each .* Use --train-sync-interval 10"),
+    ):
+        waits = argparse.Namespace(**quiet | setting)
+        [warning] = cautions.warnings(waits, overlapped)
+        assert re.search(said, warning)
+        assert cautions.warnings(waits, dataclasses.replace(overlapped, overlap=0)) == []
+    args.train_sync_interval = None
     [log] = cautions.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=25))
     assert "--log-interval 10" in log
     assert "3 times in each exchange" in log
@@ -193,25 +203,6 @@ def test_first_islands_need_a_checkpoint_or_no_lazy_start() -> None:
     assert cautions.warnings(args, dataclasses.replace(config, lazy_start_iters=0)) == []
     args.load = "folder"
     assert cautions.warnings(args, config) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"timing_log_level": 1}, "--timing-log-level 1: its timers wait for the device"),
-        (
-            {"train_sync_interval": 5},
-            "--train-sync-interval 5: Megatron waits .* 2 times in each .* Use --train-sync-interval 10",
-        ),
-    ],
-)
-def test_what_waits_for_the_device_is_said_where_an_exchange_overlaps(settings: dict[str, int], said: str) -> None:
-    quiet = {"data_parallel_size": 8, "log_interval": 10, "save": None, "timing_log_level": 0, "train_sync_interval": 10}
-    args, config = argparse.Namespace(**quiet | settings), PierConfig(train_iters=1000, groups=2, overlap=10)
-    assert cautions.warnings(argparse.Namespace(**quiet), config) == []
-    [warning] = cautions.warnings(args, config)
-    assert re.search(said, warning)
-    assert cautions.warnings(args, dataclasses.replace(config, overlap=0)) == []
 
 
 def test_chunks_follow_the_device_and_the_groups() -> None:

@@ -252,23 +252,34 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
         check_scoring(read(content), "small", model)
 
 
+def trained_plan(folder: Path, *names: str) -> Plan:
+    experts = tuple(Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, 1e9, None) for name in names)
+    plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, experts)
+    folder.mkdir(exist_ok=True)
+    plan.write()
+    for expert in experts:
+        plan.checkpoints(expert.name).mkdir(parents=True)
+        (plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    return plan
+
+
 def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
     """A plan of one trained expert; a job has just written its scores of 2 nats and a log."""
-    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, 1e9, None)
-    plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
-    plan.write()
-    plan.checkpoints(law.name).mkdir(parents=True)
-    (plan.checkpoints(law.name) / "latest_checkpointed_iteration.txt").write_text("8")
-    written = score.unchecked(score.scores_file(plan, law.name, "law"))
+    plan = trained_plan(folder, "law")
+    written = score.unchecked(score.scores_file(plan, "MHo-IHo/law", "law"))
     written.parent.mkdir(parents=True)
     np.savez(written, losses=np.full(labels.shape, 2, dtype=np.float32), labels=labels)
     log = f" validation-0 loss at iteration 8 on validation set | lm loss value: {printed:E} | "
-    (folder / law.name / "scores" / "log.txt").write_text(log)
+    (folder / "MHo-IHo/law/scores/log.txt").write_text(log)
     return plan, score.scored_models(plan)[0]
 
 
-def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
-    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.01)
+def test_scores_count_that_pass_their_check(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path / "good", np.arange(8).reshape(4, 2), 2.0)
+    score.accept(plan, model)
+    assert score.is_scored(plan, model)
+    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
+    plan, model = plan_with_scores(tmp_path / "bad", np.arange(8).reshape(4, 2), 2.01)
     with pytest.raises(PierConfigError, match=r"law: the losses of all tokens have a mean of 2\.000000, Megatron printed"):
         score.accept(plan, model)
     assert not score.is_scored(plan, model)
@@ -276,21 +287,8 @@ def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
         score.read_scores(plan, model.name, "law")
 
 
-def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
-    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
-    score.accept(plan, model)
-    assert score.is_scored(plan, model)
-    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
-
-
 def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = {"one": Model((), None, 1, 1)}
-    experts = tuple(Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, 1e9, None) for name in ("law", "history"))
-    plan = Plan(tmp_path, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), models, experts)
-    plan.write()
-    for expert in experts:
-        plan.checkpoints(expert.name).mkdir(parents=True)
-        (plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    trained_plan(tmp_path, "law", "history")
     # No log can be written there.
     (tmp_path / "MHo-IHo/law/scores/log.txt").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
