@@ -197,9 +197,7 @@ def test_first_islands_need_a_checkpoint_or_no_lazy_start() -> None:
     args = argparse.Namespace(data_parallel_size=8, log_interval=10, save=None, load=None)
     config = PierConfig(train_iters=1000, groups=2, lighthouse="http://other:1", island=0)
     [warning] = cautions.warnings(args, config)
-    assert warning.startswith(
-        "--pier-lighthouse with a lazy start of 100 iterations and without --load: this job can only join"
-    )
+    assert "with a lazy start of 100 iterations and without --load: this job can only join" in warning
     assert cautions.warnings(args, dataclasses.replace(config, lazy_start_iters=0)) == []
     args.load = "folder"
     assert cautions.warnings(args, config) == []

@@ -122,22 +122,18 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     assert len(made) > len(alive)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_what_islands_cannot_do_is_refused_by_loop_and_settings() -> None:
+    islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
+    for settings, words in (
         ({"overlap": 3}, "--pier-overlap 3 cannot be used with elastic islands .*retried"),
         ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
         ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*no common state"),
         ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
-    ],
-)
-def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[str, Any], words: str) -> None:
-    given = _RUN | settings
-    islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
-    with pytest.raises(PierConfigError, match=words):
-        OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**given), GroupExchange(), islands=islands)
-    with pytest.raises(PierConfigError, match=words):
-        PierConfig(**given, lighthouse="http://other")
+    ):
+        with pytest.raises(PierConfigError, match=words):
+            OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**_RUN | settings), GroupExchange(), islands=islands)
+        with pytest.raises(PierConfigError, match=words):
+            PierConfig(**_RUN | settings, lighthouse="http://other")
 
 
 def test_loop_without_islands_has_nobody_to_join() -> None:

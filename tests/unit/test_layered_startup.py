@@ -52,13 +52,6 @@ def test_where_nothing_is_gained(changes: dict[str, Any], micro_batches: int, wo
 def without_pipeline(**changes: Any) -> argparse.Namespace:
     given = {
         "pipeline_model_parallel_size": 1,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "num_layers": 32,
-        "seq_length": 4096,
-        "micro_batch_size": 2,
-        "hidden_size": 1024,
-        "bf16": True,
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,

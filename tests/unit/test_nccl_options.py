@@ -84,12 +84,6 @@ def test_bad_values_are_refused_with_the_flag(text: str, said: str, tmp_path: Pa
         nccl_options.check(_args(tmp_path, text), _config())
 
 
-def test_elastic_islands_make_communicators_of_their_own(tmp_path: Path) -> None:
-    elastic = _config(lighthouse="http://host:1", preset="diloco")
-    with pytest.raises(PierConfigError, match=r"--high-priority-stream-groups pier: .*no effect with --pier-lighthouse"):
-        nccl_options.check(_args(tmp_path, None, ["pier"]), elastic)
-
-
 def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder() -> None:
     made: dict[str, object] = {}
 
@@ -104,7 +98,10 @@ def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder()
     assert made == {"PIER_BETWEEN_GROUPS": "groups", "PIER_INSIDE_SITES": "inside", "PIER_BETWEEN_SITES": "across"}
 
 
-def test_policy_that_pytorch_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_islands_and_pytorch_lack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = _config(lighthouse="http://host:1", preset="diloco")
+    with pytest.raises(PierConfigError, match=r"--high-priority-stream-groups pier: .*no effect with --pier-lighthouse"):
+        nccl_options.check(_args(tmp_path, None, ["pier"]), elastic)
     monkeypatch.delattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
     with pytest.raises(PierConfigError, match=r"cta_policy is 'zero', which PyTorch 2.* does not offer. Drop it"):
         nccl_options.check(_args(tmp_path, "pier: {cta_policy: zero}"), _config())
