@@ -181,6 +181,7 @@ def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Cod
     assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
     assert Wire(codec, 1).bytes_of_sum(1000 * BLOCK, exactly) == 0
+    assert Wire(CODECS["fp32"], 4).bytes_of_sum(1000) == 6000
 
 
 def test_memory_of_a_sum_counts_what_a_site_puts_together_and_whole_blocks() -> None:
