@@ -97,6 +97,7 @@ def test_what_comes_later_counts(text: str, codecs: dict[str, str], named: set[s
             {"dp"},
             "with --fp16 they have 16 bits already",
         ),
+        ({"pier_compress": "naive,pp=bf16"}, {"pp"}, "16 bits already"),
         ({"pier_compress": "naive,tp=bf16"}, {"tp"}, "16 bits already"),
         ({"pier_compress": "naive,gather=bf16"}, {"gather"}, "16 bits already"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import measured, verdict, ways
+from pier_megatron.commands.plan import measured, text, verdict, ways
 from pier_megatron.commands.plan.cluster import CLUSTERS, FIGURES, TCP_EFFICIENCY, Cluster, add_arguments, chosen, named_or_file
 from pier_megatron.commands.plan.fit import RECOMPUTE, Fix
 from pier_megatron.commands.plan.model import Job, predict
@@ -120,6 +120,21 @@ def test_communication_is_hidden_only_by_the_flags_of_the_job() -> None:
     for reduces, gathers, is_sharded in itertools.product((False, True), repeat=3):
         given = {"overlap_grad_reduce": reduces, "overlap_param_gather": gathers, "use_distributed_optimizer": is_sharded}
         assert ways.is_hidden(argparse.Namespace(**given)) == (reduces and (gathers or not is_sharded))
+
+
+def test_text_fits_one_screen_and_says_how_much_does_not() -> None:
+    plan = {"gpus": 64, "memory": {}, "memory needed": 6e9, "memory of a GPU": 40e9}
+    plan |= {
+        "verdict": "Use it " + "word " * 23 + "end",
+        "rows": {name: dataclasses.asdict(row) for name, row in rows().items()},
+        "assumed": [f"{number} " + "word " * 30 for number in range(20)],
+    }
+    lines, whole = (text.lines(plan, has_details=has_details) for has_details in (False, True))
+    assert len(lines) == 24
+    assert max(map(len, lines)) <= 100
+    assert "19 word" in "\n".join(whole)
+    # None of the rows is of groups, which would add more.
+    assert lines[-1] == f"  and {len(whole) - 23} lines more: --details"
 
 
 _LOG = """
