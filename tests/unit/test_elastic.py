@@ -8,6 +8,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -231,3 +232,23 @@ def test_nobody_waits_for_a_collective_of_a_lost_exchange() -> None:
     # What comes about in the meantime is taken.
     comes = itertools.chain([False], itertools.repeat(True))
     own.watched(lambda _: next(comes))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_islands_sum_several_chunks_in_one_launch(dtype: str) -> None:
+    store = communicator.store_at("127.0.0.1")
+
+    def island(rank: int) -> list[torch.Tensor]:
+        at = ("127.0.0.1", store.port)
+        timeout = datetime.timedelta(seconds=10)
+        own = communicator.Communicator(dist.HashStore(), timeout)
+        group = own.begin("ends", lambda: None, lambda: communicator.connect(at, dtype, (rank, 2), "127.0.0.1", timeout))
+        chunks = [torch.full((numel,), rank + 1.0) for numel in (3, 5)]
+        under_way = GroupExchange(group, CODECS[dtype]).sum(chunks)
+        under_way.advance()
+        under_way.finish()
+        return chunks
+
+    with futures.ThreadPoolExecutor() as islands:
+        for chunks in islands.map(island, range(2)):
+            assert all(torch.allclose(chunk, torch.tensor(3.0), rtol=0.01) for chunk in chunks)
