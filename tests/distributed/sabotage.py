@@ -25,6 +25,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.training import global_vars
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
@@ -46,7 +47,8 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
     """Runs with the faults of those names; they may leave marks in ``directory``."""
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(_ALL[name](directory))
+            numbered = _NUMBERED.fullmatch(name)
+            stack.enter_context(_fault(*numbered.groups()) if numbered else _ALL[name](directory))
         yield
 
 
@@ -83,11 +85,11 @@ def _sequences_are_packed(directory: Path) -> Iterator[None]:
 
 
 def _ends_for_a_rerun(directory: Path) -> Patch:
-    """Megatron's rerun machine has seen a result in iteration 5 that it wants to see again on other devices."""
+    """Megatron's rerun machine has seen a result in iteration 4 that it wants to see again on other devices."""
     decide = RerunStateMachine.should_checkpoint_and_exit
 
     def decide_to_exit(machine: Any) -> Any:
-        return (True, True, 16) if current.pier_optimizer().loop.iteration == 5 else decide(machine)
+        return (True, True, 16) if current.pier_optimizer().loop.iteration == 4 else decide(machine)
 
     return mock.patch.object(RerunStateMachine, "should_checkpoint_and_exit", decide_to_exit)
 
@@ -178,17 +180,20 @@ def _another_file_of_routes(directory: Path) -> Patch:
     return mock.patch.object(Path, "read_bytes", other_bytes)
 
 
-def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
-    """Does something to one group around its inner step."""
+_NUMBERED = re.compile(r"(overflow|nan|nan in the moments) (?:in|of) group (\d) at (\d+)(?: and (\d+))?")
+
+
+def _fault(kind: str, group: str, *iterations: str | None) -> Patch:
+    """Does something to one group before its inner step, or to its parameters after it."""
     step = ChainedOptimizer.step
 
     def faulty_step(optimizer: Any) -> Any:
-        strikes = optimizer.loop.exchange.rank == group and optimizer.loop.iteration in iterations
-        if strikes and before:
-            before(optimizer)
+        strikes = optimizer.loop.exchange.rank == int(group) and str(optimizer.loop.iteration) in iterations
+        if strikes and kind != "nan":
+            {"overflow": _overflow, "nan in the moments": _nan_moments}[kind](optimizer)
         result = step(optimizer)
-        if strikes and after:
-            after(optimizer)
+        if strikes and kind == "nan":
+            _nan(optimizer)
         return result
 
     return mock.patch.object(ChainedOptimizer, "step", faulty_step)
@@ -247,7 +252,7 @@ def _slow_writers_that_share_host_memory(directory: Path) -> Iterator[None]:
         saved = re.search(r"/iter_(\d+)/", str(buckets[0][0]))
         assert saved
         deadline = time.monotonic() + 60
-        while ended.value < min(int(saved[1]) + 5, 12):
+        while ended.value < min(int(saved[1]) + 5, global_vars.get_args().train_iters):
             assert time.monotonic() < deadline, "training waits for the save"
             time.sleep(0.02)
         write(transforms, use_msc, rank, buckets, results)
@@ -383,16 +388,9 @@ _ALL = {
     "Transformer Engine 2.13": lambda directory: te_stand_in.in_place("2.13"),
     "Transformer Engine 2.0": lambda directory: te_stand_in.in_place("2.0"),
     "halves rounded up": lambda directory: te_stand_in.halves_rounded_up(),
-    "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
-    "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
-    "nan in group 1 at 5 and 8": lambda directory: _fault(1, (5, 8), after=_nan),
-    "nan in group 1 at 8": lambda directory: _fault(1, (8,), after=_nan),
-    "nan in group 0 at 9": lambda directory: _fault(0, (9,), after=_nan),
-    "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
-    "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
     "losses are averaged in every micro-batch": _losses_are_averaged,
     "sequences are packed": _sequences_are_packed,
-    "ends for a rerun at 5": _ends_for_a_rerun,
+    "ends for a rerun at 4": _ends_for_a_rerun,
     "a newer plugin": _newer_plugin,
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),
