@@ -100,7 +100,7 @@ class Plan:
 
     index: int
     train_iters: int = _ENDLESS
-    seconds: float = 0.01
+    seconds: float = 0.02
     islands: int = 3
     wait_seconds: float = 300.0
     timeout: float = ISLAND_TIMEOUT
@@ -653,8 +653,7 @@ class Archipelago:
     """A lighthouse and islands, to which things are done."""
 
     def __init__(self, folder: Path, least: int, join_timeout: int) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["warm"])
+        self._context = ranks.forking()
         self._folder, self._least, self._join_timeout = folder, least, join_timeout
         for secret in (Plan.secret, ANOTHER_SECRET):
             new_secret(folder / secret)

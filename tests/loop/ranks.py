@@ -8,6 +8,9 @@ import contextlib
 import dataclasses
 import io
 import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -319,6 +322,16 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
+def forking() -> Any:
+    """Makes processes that are forks of one that has imported ``warm.py``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    # Without it the server does not find the module, and says nothing.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 class FailedError(RuntimeError):
     """Ranks failed; the text is what each of them said."""
 
@@ -328,10 +341,7 @@ class Ranks:
 
     def __init__(self) -> None:
         # A server of forks saves seconds for each rank. With a GPU each rank is a new process: a fork would inherit the driver.
-        on_gpu = one_gpu.device().type == "cuda"
-        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
-        if not on_gpu:
-            context.set_forkserver_preload(["warm"])
+        context = multiprocessing.get_context("spawn") if one_gpu.device().type == "cuda" else forking()
         store = tempfile.mktemp()
         self._pipes, self._processes = [], []
         for rank in range(WORLD):

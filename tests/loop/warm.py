@@ -1,7 +1,8 @@
-"""Imported once for all ranks of ``ranks.py``: PyTorch imports what an optimizer's first step needs only then, for seconds."""
+"""Imported once for all ranks and islands: PyTorch imports what an optimizer's first step needs only then, for seconds."""
 
 from unittest import mock
 
+import archipelago  # noqa: F401
 import ranks
 import torch
 import torchft.process_group  # noqa: F401
