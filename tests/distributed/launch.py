@@ -207,6 +207,11 @@ def installed() -> WarmProcesses:
     return processes
 
 
+def as_a_fork(device: str = "cpu") -> dict[str, str]:
+    """Variables with which a process, unless it needs a GPU, becomes a fork of one that has imported PyTorch."""
+    return {"PIER_TEST_WARM": str(installed().folder)} if device == "cpu" else {}
+
+
 def torchrun(world_size: int) -> list[str]:
     """The command that starts processes on this machine, on a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import execute
+from launch import as_a_fork, execute
 
 from pier_megatron.integration.census import Collective
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 def test_ranks_and_bytes_of_every_kind_of_collective(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("census_worker.py")
-    execute([sys.executable, str(worker), str(tmp_path), "4"], tmp_path / "log.txt")
+    execute([sys.executable, str(worker), str(tmp_path), "4"], tmp_path / "log.txt", **as_a_fork())
     for rank, pair in enumerate(((0, 1), (0, 1), (2, 3), (2, 3))):
         assert torch.load(tmp_path / f"census-{rank}.pt", weights_only=False) == [
             # Functional collectives get their group by its name.

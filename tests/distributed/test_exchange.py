@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from exchange_worker import DEVICE, NUMEL, vector
-from launch import execute
+from launch import as_a_fork, execute
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.coding import decode, encode
@@ -22,7 +22,7 @@ _LOSSY = ["bf16", "int12", "int8", "int4", "int2", "int1"]
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
     folder = tmp_path_factory.mktemp("exchange")
     worker = Path(__file__).with_name("exchange_worker.py")
-    execute([sys.executable, str(worker), str(folder), str(_GROUPS)], folder / "log.txt")
+    execute([sys.executable, str(worker), str(folder), str(_GROUPS)], folder / "log.txt", **as_a_fork(DEVICE.type))
     return [torch.load(folder / f"exchange-{rank}.pt", weights_only=False) for rank in range(_GROUPS)]
 
 

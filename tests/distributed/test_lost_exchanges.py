@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from communicator_worker import COMPARED, DEAD, ISLANDS, TIMEOUT_SECONDS
-from exchange_worker import vector
-from launch import execute
+from exchange_worker import DEVICE, vector
+from launch import as_a_fork, execute
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
     folder = tmp_path_factory.mktemp("communicator")
     worker = Path(__file__).with_name("communicator_worker.py")
-    execute([sys.executable, str(worker), str(folder)], folder / "log.txt")
+    execute([sys.executable, str(worker), str(folder)], folder / "log.txt", **as_a_fork(DEVICE.type))
     return [torch.load(folder / f"communicator-{rank}.pt", weights_only=False) for rank in range(ISLANDS)]
 
 

@@ -21,6 +21,9 @@ _STARTS = {
     ("prepare_openwebtext.py",): "megatron",
     ("many_preparations.py",): "megatron",
     ("plain_pytorch.py",): "torch",
+    ("census_worker.py",): "torch",
+    ("exchange_worker.py",): "torch",
+    ("communicator_worker.py",): "torch",
 }
 
 
