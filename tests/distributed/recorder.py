@@ -43,6 +43,7 @@ from megatron.training import utils as training_utils  # noqa: E402
 from pipeline_trace import traced  # noqa: E402
 from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
+from writers import fork_what_hands_over_results  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, examination, seams  # noqa: E402
@@ -116,13 +117,6 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
 
 
 distributed_c10d.ProcessGroupGloo = Communicator
-
-
-def fork_what_hands_over_results() -> None:
-    """What the writers of a checkpoint hand their results over with: a fork need not import PyTorch once more."""
-    writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    queue = writers.get_write_results_queue
-    writers.get_write_results_queue = lambda mp_mode="fork": queue(mp_mode)
 
 
 class Recorder:

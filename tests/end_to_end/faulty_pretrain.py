@@ -22,6 +22,7 @@ import torch
 from copies import compare_copies
 from megatron.core.dist_checkpointing import serialization
 from megatron.training import training
+from writers import fork_what_hands_over_results
 
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.integration import current
@@ -182,6 +183,9 @@ if __name__ == "__main__":
         always = planned.get("always", False)
         if planned["rank"] == _RANK and (always or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"):
             _FAULTS[planned["fault"]](planned["iteration"])
+    if "--exit-signal-handler" not in sys.argv:
+        # Elsewhere no signal reaches it.
+        fork_what_hands_over_results()
     _note_losses(Path(os.environ["PIER_TEST_LOSSES"]))
     torch.set_num_threads(1)
     ended: SystemExit | None = None

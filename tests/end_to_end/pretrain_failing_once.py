@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import get_args, training
+from writers import fork_what_hands_over_results
 
 from pier_megatron.commands.demo import pretrain_bytes
 
@@ -21,4 +22,5 @@ def _failing(*args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     training.train_step = _failing
+    fork_what_hands_over_results()
     pretrain_bytes.main()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import REPOSITORY, execute, torchrun
+from launch import MODEL, REPOSITORY, Run, launch, torchrun
 from one_process import pier_megatron
 
 from pier_megatron.megatron_api import versions
@@ -278,20 +278,16 @@ def test_fault_line_verdict_and_status(folder: Path, name: str) -> None:
 
 
 def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    train, validation = corpus
     training = (
-        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
-        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 100 --eval-iters 1 --train-iters 8 --optimizer pier --pier-groups 2 --pier-sync-interval 4 "
-        f"--pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
+        "--hidden-size 256 --global-batch-size 4 --bf16 --train-iters 8 --optimizer pier --pier-groups 2 "
+        f"--pier-sync-interval 4 --pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *MODEL, "--mock-data", *training.split()]
     said = pier_megatron()(f"doctor {shlex.join(job)}").out
     found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said)
     assert found, said
-    execute(job, tmp_path / "log.txt")
+    launch(tmp_path, corpus, [Run("saving", training, saves=[6, 8])], world_size=2)
     parameters = int(found[1].replace(",", ""))
     # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
     for iteration, each in ((6, 46), (8, 34)):
