@@ -65,7 +65,7 @@ def configuration(settings: Sequence[str], data: dict[str, str]) -> ConfigContai
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),
-        train=TrainingConfig(train_iters=12, global_batch_size=16, micro_batch_size=2),
+        train=TrainingConfig(train_iters=9, global_batch_size=16, micro_batch_size=2),
         validation=ValidationConfig(eval_interval=1000000, eval_iters=1),
         optimizer=OptimizerConfig(
             optimizer="adam", lr=2e-3, min_lr=0.0, adam_eps=1e-4, weight_decay=0.01, use_distributed_optimizer=True

@@ -200,18 +200,18 @@ def _fault(kind: str, group: str, *iterations: str | None) -> Patch:
 
 
 def _group_1_waits_for_group_0(directory: Path) -> Patch:
-    """Group 1 does not end iteration 7 before group 0 has ended iteration 8: impossible if they meet in between."""
-    return _asleep(directory / "group 0 has ended iteration 8", 1, (0, 8), "group 0 waits for group 1")
+    """Group 1 does not end iteration 4 before group 0 has ended iteration 5: impossible if they meet in between."""
+    return _asleep(directory / "group 0 has ended iteration 5", 1, (0, 5), "group 0 waits for group 1")
 
 
 def _a_group_sleeps_while_two_others_meet(directory: Path) -> Patch:
-    """A group does not end iteration 7 before one has ended iteration 11 whose meeting after iteration 9 is another."""
-    (sleeper, _), (awake, _), *_ = draw_subgroups(6, 2, 0, 9)
-    return _asleep(directory / "two others have met", sleeper, (awake, 11), "a group waits for one that it does not meet")
+    """A group does not end iteration 4 before one has ended iteration 8 whose meeting after iteration 6 is another."""
+    (sleeper, _), (awake, _), *_ = draw_subgroups(6, 2, 0, 6)
+    return _asleep(directory / "two others have met", sleeper, (awake, 8), "a group waits for one that it does not meet")
 
 
 def _asleep(mark: Path, sleeper: int, until: tuple[int, int], complaint: str) -> Patch:
-    """A group does not end iteration 7 before another group has ended an iteration."""
+    """A group does not end iteration 4 before another group has ended an iteration."""
     step = ChainedOptimizer.step
 
     def waiting_step(optimizer: Any) -> Any:
@@ -219,7 +219,7 @@ def _asleep(mark: Path, sleeper: int, until: tuple[int, int], complaint: str) ->
         group, iteration = optimizer.loop.exchange.rank, optimizer.loop.iteration
         if (group, iteration) == until:
             mark.touch()
-        if (group, iteration) == (sleeper, 7):
+        if (group, iteration) == (sleeper, 4):
             deadline = time.monotonic() + 60
             while not mark.exists():
                 assert time.monotonic() < deadline, complaint

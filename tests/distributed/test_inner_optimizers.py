@@ -15,12 +15,12 @@ pytestmark = pytest.mark.processes
 
 _CONFIG = {
     "preset": "pier",
-    "train_iters": 12,
+    "train_iters": 9,
     "sync_interval": 3,
     "lazy_start_iters": 3,
     "inner_optimizer": "muon",
 }
-_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_PIER = "--train-iters 9 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO = "--pier-groups 2 "
 _STOCK = "--train-iters 3 --optimizer muon --muon-fp32-matmul-prec high "
@@ -66,7 +66,7 @@ def _runs() -> list[Run]:
     runs.append(Run("stock", _STOCK + _TP2 + _BLOCKS))
     for name, (flags, stops) in _STOPPED.items():
         argv, folder = _MUON + _TWO + flags, f"{{directory}}/{name.replace(' ', '-')}"
-        runs.append(Run(f"{name}, saved", argv + f"--save {folder} --save-interval 12 ", [*_PROBES, "stale"], saves=stops))
+        runs.append(Run(f"{name}, saved", argv + f"--save {folder} --save-interval 9 ", [*_PROBES, "stale"], saves=stops))
         runs += [Run(f"{name}, from {stop}", argv + f"--load {folder} --ckpt-step {stop} ", _PROBES) for stop in stops]
     from_fp32 = "--load {directory}/fp32 --ckpt-step 8 "
     runs += [
@@ -76,9 +76,9 @@ def _runs() -> list[Run]:
             _MUON + _TWO + _TP2 + _WHOLE_MATRICES + "--pier-override-checkpoint --make-vocab-size-divisible-by 32 " + from_fp32,
             ["outer weights"],
         ),
-        Run("stock goes on", "--train-iters 12 --optimizer muon --muon-fp32-matmul-prec high " + _PP2 + from_fp32),
+        Run("stock goes on", "--train-iters 9 --optimizer muon --muon-fp32-matmul-prec high " + _PP2 + from_fp32),
         Run("another optimizer", _PIER + _TWO + _PP2 + from_fp32 + "--pier-override-checkpoint ", fails=True),
-        Run("left out", _MUON + _TWO + _TP2 + _UNCHECKED, ["main", "moments"], ["nan in the moments of group 1 at 9"]),
+        Run("left out", _MUON + _TWO + _TP2 + _UNCHECKED, ["main", "moments"], ["nan in the moments of group 1 at 6"]),
     ]
     return runs
 
@@ -131,7 +131,7 @@ def test_layer_wise_counts_each_parameter_once(runs: dict[str, Recorded]) -> Non
         [float(norm) for norm in re.findall(r"params norm: (\S+)", runs[name].printed)]
         for name in ("layer-wise, saved", "bf16, saved")
     ]
-    assert len(norms[0]) == 12
+    assert len(norms[0]) == 9
     # With overlapped gathers Megatron looks at parts of other ranks that are of the iteration before.
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
@@ -144,7 +144,7 @@ def test_another_layout_goes_on_with_the_same_outer_state(runs: dict[str, Record
 
 
 def test_stock_megatron_goes_on_with_what_all_groups_agree_on(runs: dict[str, Recorded]) -> None:
-    assert set(runs["stock goes on"].losses) == set(range(9, 13))
+    assert runs["stock goes on"].losses.keys() == {9}
 
 
 def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:
@@ -156,15 +156,15 @@ def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:
 def test_model_computes_with_the_main_parameters(runs: dict[str, Recorded], name: str) -> None:
     # In other iterations the gather of the inner step may be hidden behind the next forward.
     for rank in runs[f"{name}, saved"].ranks:
-        assert [rank["stale"][iteration] for iteration in (6, 9, 12)] == [0, 0, 0]
+        assert [rank["stale"][iteration] for iteration in (6, 9)] == [0, 0]
 
 
 def test_group_that_is_not_finite_is_restarted(runs: dict[str, Recorded]) -> None:
     run = runs["left out"]
     for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
-        assert torch.equal(one["moments"][9], other["moments"][9])
-        assert not torch.equal(one["moments"][8], other["moments"][8])
-        assert other["main"][12].isfinite().all()
+        assert torch.equal(one["moments"][6], other["moments"][6])
+        assert not torch.equal(one["moments"][5], other["moments"][5])
+        assert other["main"][9].isfinite().all()
 
 
 def test_copies_on_data_parallel_ranks_are_said(runs: dict[str, Recorded]) -> None:

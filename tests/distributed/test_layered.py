@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 _LAYERED = " --pier-layered"
 # Two pipeline ranks of two virtual stages, two replicas; 4 micro-batches of 2 samples.
 _PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
-_STEPS = "--train-iters 4 --global-batch-size 16 "
+_STEPS = "--train-iters 3 --global-batch-size 16 "
 _OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 _PIER = (
     "--optimizer pier --pier-preset pier "
@@ -23,14 +23,12 @@ _PIER = (
 # What is trained in both orders.
 _BOTH = {
     "overlapped": _PIPELINE + _STEPS + _OVERLAPPED,
-    "pier, 2 groups": _PIPELINE + _STEPS.replace("4", "6") + _PIER + "--pier-groups 2 --bf16",
+    "pier, 2 groups": _PIPELINE + _STEPS.replace("3", "4") + _PIER + "--pier-groups 2 --bf16",
     "evaluation": _PIPELINE + _STEPS + _OVERLAPPED + "--eval-interval 2 --eval-iters 2 --eval-global-batch-size 8",
-    "ramp-up": _PIPELINE
-    + _OVERLAPPED
-    + "--train-samples 64 --step-batch-size-schedule 0:8,1024:16 --eval-global-batch-size 16",
+    "ramp-up": _PIPELINE + _OVERLAPPED + "--train-samples 48 --step-batch-size-schedule 0:8,512:16 --eval-global-batch-size 16",
 }
 # Without a pipeline: 4 ranks, 4 micro-batches of 2 samples, a bucket for each layer.
-_FIXED = "--train-iters 4 --global-batch-size 32 "
+_FIXED = "--train-iters 3 --global-batch-size 32 "
 _LAYERS = "--num-layers 3 --untie-embeddings-and-output-weights " + _FIXED
 _BY_LAYER = _OVERLAPPED + "--ddp-bucket-size 10000 "
 _RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
@@ -43,7 +41,9 @@ _WITHOUT_PIPELINE = {
     "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
     "--moe-router-load-balancing-type aux_loss",
     "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
-    "layers, pier, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-inner-optimizer muon",
+    "layers, pier, muon": _LAYERS.replace("iters 3", "iters 4")
+    + _PIER.replace("--overlap-param-gather", "")
+    + "--pier-groups 2 --pier-inner-optimizer muon",
 }
 _TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")
 _PROBES = ["weights", "pipeline"]
@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
         *(
             Run(
                 f"dropout{order.replace(' --pier-', ', ')}",
-                _WITHOUT_PIPELINE["layers"].replace("iters 4", "iters 2") + _DROPOUT + order,
+                _WITHOUT_PIPELINE["layers"].replace("iters 3", "iters 2") + _DROPOUT + order,
             )
             for order in ("", _LAYERED)
         ),
@@ -133,7 +133,7 @@ _TWO_AT_A_TIME = (
     ("name", "order"), [("layers", _MEGATRONS), ("layers, layered", _BY_LAYERS), ("two at a time", _TWO_AT_A_TIME)]
 )
 def test_order_of_layers(runs: dict[str, Recorded], name: str, order: str) -> None:
-    for iteration in (2, 4):
+    for iteration in (2, 3):
         assert " ".join(runs[name].ranks[0]["layers"][iteration]) == order
 
 
@@ -169,7 +169,7 @@ _BREADTH_FIRST = [
     ],
 )
 def test_order(runs: dict[str, Recorded], name: str, order: list[str]) -> None:
-    for iteration in (2, 4):
+    for iteration in (2, 3):
         assert [trained(runs[name], rank, iteration) for rank in (0, 2)] == order
 
 
@@ -190,7 +190,7 @@ def test_evaluation_has_groups_of_its_own(runs: dict[str, Recorded]) -> None:
 def test_groups_grow_with_the_batch(runs: dict[str, Recorded]) -> None:
     run = runs["ramp-up, layered"]
     assert trained(run, 0, 2) == "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 R1 B0.0 B0.1 R0"
-    assert trained(run, 0, 6) == _BREADTH_FIRST[0]
+    assert trained(run, 0, 4) == _BREADTH_FIRST[0]
 
 
 def test_micro_batches_need_be_no_multiple_of_the_ranks(runs: dict[str, Recorded]) -> None:

@@ -17,7 +17,10 @@ _FP32 = [_TE, "halves rounded up"]
 _PROBES = ["inner", "outer", "start anchor"]
 
 _JOB = "--train-iters 12 --bf16 --global-batch-size 16 --weight-decay 0.1 --eval-interval 5 --eval-iters 1 "
-_PIER = _JOB + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_PIER = (
+    _JOB
+    + "--exit-interval 9 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+)
 _AWARE = "--use-precision-aware-optimizer "
 _BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
 _MAINS = "--main-params-dtype fp16 "
@@ -26,7 +29,7 @@ _FP16 = "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 "
 _TP = _PIER + "--tensor-model-parallel-size 2 --pier-overlap 2 --pier-fragments 3 --pier-exchange-dtype int8 --pier-offload "
 _PAIRS = _PIER + "--pier-preset noloco --pier-groups 4 --pier-subgroup-size 2 "
 _ENDURES_NAN = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
-_BAD = _PIER + _ENDURES_NAN
+_BAD = _PIER + _ENDURES_NAN + "--exit-interval 10 "
 _NAN = "nan in group 1 at 8"
 _LOAD = "--load {directory}/%s --ckpt-step 7 "
 
@@ -59,7 +62,12 @@ _RUNS = [
     *(run for name, flags in _FEWER.items() for run in _saved_and_resumed(name, _BAD + _AWARE + flags)),
     Run("fp16 mains, TP 2", _TP + _AWARE + _MAINS, _PROBES, [_TE]),
     Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
-    Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "fp16-mains", [], [_TE]),
+    Run(
+        "stock",
+        _JOB + "--exit-interval 9 --use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "fp16-mains",
+        [],
+        [_TE],
+    ),
 ]
 
 
@@ -74,10 +82,11 @@ def differences(run: Recorded, other: Recorded, since: int = 1) -> list[str]:
     def differ(one: torch.Tensor, two: torch.Tensor) -> bool:
         return not torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
-    found = [f"loss of {t}" for t in range(since, 13) if repr(run.losses[t]) != repr(other.losses[t])]
+    assert run.losses.keys() == {t for t in other.losses if t >= since}
+    found = [f"loss of {t}" for t in run.losses if repr(run.losses[t]) != repr(other.losses[t])]
     for rank, (mine, those) in enumerate(zip(run.ranks, other.ranks, strict=True)):
         for kind in ("inner", "anchor", "momentum"):
-            for t in range(since, 13):
+            for t in run.losses:
                 pairs = zip(mine[kind][t], those[kind][t], strict=True)
                 found += [f"{kind} of rank {rank} after {t}" for one, two in pairs if differ(one, two)]
     return found
@@ -112,18 +121,18 @@ def test_excluded_group_takes_over_moments(runs: dict[str, Recorded], run: str) 
         return [torch.equal(*of_place) for of_place in zip(*moments, strict=True)]
 
     assert all(equal_after(9))
-    assert not any(equal_after(12))
+    assert not any(equal_after(10))
 
 
 def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> None:
-    assert len(runs["stock"].losses) == 5
+    assert runs["stock"].losses.keys() == {8, 9}
 
 
 @pytest.mark.parametrize(
     ("run", "like", "until"),
     [
-        ("fp8 moments", "fp16 moments", 13),
-        ("fp16 mains", "fp16 moments", 13),
+        ("fp8 moments", "fp16 moments", 11),
+        ("fp16 mains", "fp16 moments", 11),
         # Fragments are cut between tensors: the next iteration has another fragment.
         ("fp16 mains, TP 2", "halves, TP 2", 8),
     ],
@@ -132,12 +141,12 @@ def test_what_is_scaled_trains_close_to_more_bits(runs: dict[str, Recorded], run
     fewer, full = runs[run].losses, runs[like].losses
     assert fewer != full
     assert all(fewer[t] == pytest.approx(full[t], abs=0.01, nan_ok=True) for t in range(1, until))
-    assert abs(fewer[12] - full[12]) < 0.1
+    assert abs(fewer[max(fewer)] - full[max(full)]) < 0.1
 
 
 def test_outer_step_writes_scaled_main_parameters_whole(runs: dict[str, Recorded]) -> None:
     run = runs["fp16 mains"]
-    for t in (6, 9, 12):
+    for t in (6, 9):
         for rank, other in zip(run.of_group(0), run.of_group(1), strict=True):
             for mine, its, anchor in zip(rank["outer main"][t], other["outer main"][t], rank["anchor"][t], strict=True):
                 assert torch.equal(mine, its)
@@ -153,7 +162,7 @@ def test_what_is_scaled_resumes_closely(runs: dict[str, Recorded], kind: str) ->
     said = re.search(r"resumes from iteration 7; with numbers that are scaled again \((.*)\); with the whole", resumed.printed)
     assert said is not None
     assert flag in said[1]
-    assert all(resumed.losses[t] == pytest.approx(run.losses[t], abs=1e-4, nan_ok=True) for t in range(8, 13))
+    assert all(resumed.losses[t] == pytest.approx(run.losses[t], abs=1e-4, nan_ok=True) for t in (8, 9, 10))
 
 
 def test_main_parameters_in_another_form_are_refused(runs: dict[str, Recorded]) -> None:

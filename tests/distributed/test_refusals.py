@@ -72,9 +72,9 @@ _REFUSED = {
 }
 
 _RUNS = [
-    Run("saved", _PIER + "--save {directory}/saved --save-interval 9"),
+    Run("saved", _PIER + "--save {directory}/saved --save-interval 9 --exit-interval 9"),
     Run("damaged", _PIER + "--save {directory}/damaged --save-interval 3"),
-    Run("future", _PIER + "--save {directory}/future --save-interval 12", sabotage=["a newer plugin"]),
+    Run("future", _PIER + "--save {directory}/future --save-interval 1 --exit-interval 1", sabotage=["a newer plugin"]),
     *(Run(name, argv, sabotage=faults, fails=True) for name, (argv, faults, _) in _REFUSED.items()),
     Run(
         "all groups bad",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import MODEL, Recorded, Run, execute, launch
+from launch import MODEL, Recorded, Run, as_a_fork, execute, launch
 
 from pier_megatron.commands.demo import pretrain_bytes
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 _RATE = 0.004
 _STOCK = (
-    "--train-iters 12 --num-experts 8 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --bf16 "
+    "--train-iters 9 --num-experts 8 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --bf16 "
     "--disable-bias-linear "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     f"--moe-router-bias-update-rate {_RATE} --global-batch-size 16 "
@@ -22,18 +22,22 @@ _STOCK = (
 _PIER = _STOCK + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _ENDURES_NAN = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 _PROBES = ["inner", "outer"]
-_OUTER_STEPS = (6, 9, 12)
+_OUTER_STEPS = (6, 9)
 
 _RUNS = [
-    Run("stock", _STOCK + "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    Run("stock", _STOCK + "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --exit-interval 3"),
     Run("plain", _PIER, _PROBES),
     Run("in fragments", _PIER + "--pier-fragments 3 --pier-exchange-dtype int8", _PROBES),
     Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 5 and 8"]),
-    Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[7]),
+    Run(
+        "four",
+        _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 100 --exit-interval 7",
+    ),
     Run(
         "four to two",
-        _PIER + "--expert-model-parallel-size 1 --pier-override-checkpoint --load {directory}/four --ckpt-step 7",
-        ["start anchor", *_PROBES],
+        _PIER + "--expert-model-parallel-size 1 --pier-override-checkpoint --load {directory}/four "
+        "--ckpt-step 7 --exit-interval 8",
+        ["start anchor"],
     ),
     Run(
         "stock goes on",
@@ -65,7 +69,7 @@ def test_lazy_start_is_stock(runs: dict[str, Recorded]) -> None:
 def test_each_group_counts_its_own_tokens(runs: dict[str, Recorded]) -> None:
     moved = [
         [after - before for before, after in zip(*(biases(runs["plain"], "inner", t) for t in (t, t + 1)), strict=True)]
-        for t in (4, 5, 7, 8, 10, 11)
+        for t in (4, 5, 7, 8)
     ]
     for of_groups in moved:
         for difference in of_groups:
@@ -91,11 +95,11 @@ def test_excluded_group_takes_over_the_biases_of_the_others(runs: dict[str, Reco
     for iteration, (own, _) in zip((6, 9), before, strict=True):
         for anchor in biases(run, "anchor", iteration):
             assert torch.allclose(anchor, own, rtol=0, atol=1e-6)
-    assert len(run.losses) == 12
+    assert len(run.losses) == 9
 
 
 def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Recorded]) -> None:
-    assert len(runs["stock goes on"].losses) == 5
+    assert runs["stock goes on"].losses.keys() == {8, 9}
     [anchor] = {tuple(rank["start anchor"][-1].tolist()) for rank in runs["four to two"].ranks}
     assert any(anchor)
 
@@ -103,7 +107,7 @@ def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Rec
 def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_path: Path) -> None:
     job = ["torchrun", "--nproc-per-node", "4", "-m", "pier_megatron", "--device", "cpu", pretrain_bytes.__file__]
     job += [*MODEL, "--mock-data", *_PIER.split()]
-    said = execute([sys.executable, "-W", "ignore", "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "doctor.txt")
+    said = execute([sys.executable, "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "doctor.txt", **as_a_fork())
 
     def sizes(printed: str) -> list[float]:
         # Parameters; megabytes sent, of the outer state, and of chunks on their way.

@@ -16,7 +16,7 @@ from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
 pytestmark = pytest.mark.processes
 
 _SKIPPING = " --pier-skip-fraction 0.25"
-_STOCK = "--train-iters 4 --use-distributed-optimizer "
+_STOCK = "--train-iters 3 --use-distributed-optimizer "
 _OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
 _PIER = "--train-iters 6 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-groups "
 # 8 micro-batches of 2 samples: four stages of two layers on four ranks; six of one layer on two ranks, in two replicas.
@@ -32,7 +32,7 @@ _RAMP_UP = (
     + _SKIPPING
 )
 _SAVING = "--save {directory}/skipped --save-interval 3 "
-_EVALUATING = "--eval-interval 4 --eval-iters 1 --eval-global-batch-size 8 "
+_EVALUATING = "--eval-interval 3 --eval-iters 1 --eval-global-batch-size 8 "
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _PROBES = ["weights", "pipeline"]
@@ -58,11 +58,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     trainings = [
         Run("1F1B", _PIER + "1 " + _1F1B + _OVERLAPPED + _SKIPPING, [*_PROBES, "samples"]),
         Run("depth-first", overlapped + _SKIPPING, _PROBES),
-        Run(
-            "recomputed, nothing hidden",
-            _STOCK + _INTERLEAVED + _RECOMPUTED + _SKIPPING,
-            _PROBES,
-        ),
+        Run("recomputed, nothing hidden", _STOCK + _INTERLEAVED + _RECOMPUTED + _SKIPPING, _PROBES),
         Run("breadth-first", f"{breadth_first} {_SAVING}", [*_PROBES, "samples"]),
         Run("resumed", f"{breadth_first} --load {{directory}}/skipped --ckpt-step 3", _PROBES),
         Run("experts", _PIER + "1 " + _INTERLEAVED + _EXPERTS + "--pier-layered" + _SKIPPING, [*_PROBES, "samples"]),
@@ -106,7 +102,7 @@ def test_who_visits_a_layer_is_as_was_said(runs: dict[str, Recorded], name: str)
     expected = [(layer, index) for index, passed in enumerate(visited) for layer in passed]
     pipelines = len(runs[name].ranks) // _PIPELINES[name].ranks
     assert 8 * layers - len(expected) == round(0.25 * 8 * layers)
-    for iteration in (1, 4):
+    for iteration in (1, 3):
         found = [runs[name].ranks[rank]["visits"][iteration] for rank in range(len(runs[name].ranks))]
         assert sum(found, start=type(found[0])()) == dict.fromkeys(expected, pipelines)
 
@@ -167,11 +163,11 @@ def test_evaluation_leaves_out_what_was_asked_for(
 ) -> None:
     run = runs[name]
     weights = gpt_reference.trainable(run.weights("final"))
-    ranks = {rank["data_parallel_rank"]: rank["evaluation samples"][4][-reads:] for rank in run.ranks}
+    ranks = {rank["data_parallel_rank"]: rank["evaluation samples"][3][-reads:] for rank in run.ranks}
     # Each virtual stage has read the same.
     samples = {batch[0].sum().item(): batch for of_rank in ranks.values() for batch in of_rank}.values()
     losses = [gpt_reference.loss(weights, *batch, visited) for batch in samples]
-    evaluated = run.ranks[-1]["evaluated"][4]["lm loss"]
+    evaluated = run.ranks[-1]["evaluated"][3]["lm loss"]
     assert evaluated == pytest.approx(torch.stack(losses).mean().item(), abs=2e-6)
 
 
