@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
 TOOLS, WARM = REPOSITORY / "tools", REPOSITORY / "tests" / "warm"
 
 # Where the tests train: the smallest GPT with every kind of parameter.
@@ -136,13 +137,12 @@ def launch(
     Returns:
         What each run recorded, by its name.
     """
-    train, validation = corpus
-    data = ["--train-data-path", str(train), "--valid-data-path", str(validation), "--test-data-path", str(validation)]
     specification = directory / "specification.json"
     specification.write_text(
         json.dumps(
             [
-                dataclasses.asdict(run) | {"argv": [*MODEL, *data, *run.argv.replace("{directory}", str(directory)).split()]}
+                dataclasses.asdict(run)
+                | {"argv": [*MODEL, *data(corpus), *run.argv.replace("{directory}", str(directory)).split()]}
                 for run in runs
             ]
         )
@@ -155,6 +155,12 @@ def launch(
         status = _run([sys.executable, "-m", "worker", *words], log, environment(megatron) | variables)
     assert status == 0, _errors(f"the trainings in {directory} ended with {status}", *_newest(directory))
     return {run.name: Recorded(directory, run, world_size) for run in runs}
+
+
+def data(corpus: tuple[Path, Path]) -> list[str]:
+    """Flags that name the train and the validation dataset."""
+    train, validation = map(str, corpus)
+    return ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
 
 
 class WarmProcesses:
@@ -215,6 +221,11 @@ def as_a_fork(device: str = "cpu") -> dict[str, str]:
 def torchrun(world_size: int) -> list[str]:
     """The command that starts processes on this machine, on a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+
+
+def user_job(launcher: Sequence[str], *words: str) -> list[str]:
+    """The command of a user's job on emulated devices, which trains as its flags say."""
+    return [*launcher, "-m", "pier_megatron", "--device", "cpu", str(DEMO), *words]
 
 
 def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **variables: str) -> str:

@@ -111,10 +111,7 @@ def _outcomes(runs: dict[str, Recorded], source: Shape, meeting: str, groups: in
 
 
 def table(runs: dict[str, Recorded]) -> str:
-    lines = [
-        f"| saved by {_WORLD} groups | loaded by | {_WORLD} groups | {_FEWER} groups |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"| saved by {_WORLD} groups | loaded by | {_WORLD} groups | {_FEWER} groups |", "|---|---|---|---|"]
     for source in _SHAPES:
         for meeting in _MEETING:
             outcomes = [_outcomes(runs, source, meeting, groups) for groups in (_WORLD, _FEWER)]

@@ -13,13 +13,7 @@ from pier_megatron import PierConfig
 
 pytestmark = pytest.mark.processes
 
-_CONFIG = {
-    "preset": "pier",
-    "train_iters": 9,
-    "sync_interval": 3,
-    "lazy_start_iters": 3,
-    "inner_optimizer": "muon",
-}
+_CONFIG = {"preset": "pier", "train_iters": 9, "sync_interval": 3, "lazy_start_iters": 3, "inner_optimizer": "muon"}
 _PIER = "--train-iters 9 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO = "--pier-groups 2 "

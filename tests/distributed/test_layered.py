@@ -22,9 +22,8 @@ _PIER = (
 
 # What is trained in both orders.
 _BOTH = {
-    "overlapped": _PIPELINE + _STEPS + _OVERLAPPED,
     "pier, 2 groups": _PIPELINE + _STEPS.replace("3", "4") + _PIER + "--pier-groups 2 --bf16",
-    "evaluation": _PIPELINE + _STEPS + _OVERLAPPED + "--eval-interval 2 --eval-iters 2 --eval-global-batch-size 8",
+    "overlapped": _PIPELINE + _STEPS + _OVERLAPPED + "--eval-interval 2 --eval-iters 2 --eval-global-batch-size 8",
     "ramp-up": _PIPELINE + _OVERLAPPED + "--train-samples 48 --step-batch-size-schedule 0:8,512:16 --eval-global-batch-size 16",
 }
 # Without a pipeline: 4 ranks, 4 micro-batches of 2 samples, a bucket for each layer.
@@ -161,13 +160,7 @@ _BREADTH_FIRST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "order"),
-    [
-        ("overlapped", _DEPTH_FIRST),
-        ("overlapped, layered", _BREADTH_FIRST),
-    ],
-)
+@pytest.mark.parametrize(("name", "order"), [("overlapped", _DEPTH_FIRST), ("overlapped, layered", _BREADTH_FIRST)])
 def test_order(runs: dict[str, Recorded], name: str, order: list[str]) -> None:
     for iteration in (2, 3):
         assert [trained(runs[name], rank, iteration) for rank in (0, 2)] == order
@@ -182,9 +175,9 @@ def test_backward_passes_to_hide_the_reduction_of_the_later_stage_behind(
 
 
 def test_evaluation_has_groups_of_its_own(runs: dict[str, Recorded]) -> None:
-    evaluated = [event for event in runs["evaluation, layered"].ranks[0]["order"][2] if event.startswith("E")]
+    evaluated = [event for event in runs["overlapped, layered"].ranks[0]["order"][2] if event.startswith("E")]
     assert evaluated == ["E0.0", "E0.1", "E1.0", "E1.1"] * 2
-    assert trained(runs["evaluation, layered"], 0, 3) == _BREADTH_FIRST[0]
+    assert trained(runs["overlapped, layered"], 0, 3) == _BREADTH_FIRST[0]
 
 
 def test_groups_grow_with_the_batch(runs: dict[str, Recorded]) -> None:

@@ -47,12 +47,7 @@ _LAUNCHES = (
     (
         4,
         [
-            Run(
-                "four",
-                _PIER + "--pier-groups 4 --save {directory}/four" + _AT_THE_END,
-                ["main", "moments"],
-                saves=[5, 6],
-            ),
+            Run("four", _PIER + "--pier-groups 4 --save {directory}/four" + _AT_THE_END, ["main", "moments"], saves=[5, 6]),
             Run("four again", _PIER + _SOON + "--pier-groups 4 " + _FROM_FOUR + "5", _OUTER),
             Run("inner DP", _PIER + _SOON + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "5", _OUTER),
             Run(
@@ -116,11 +111,7 @@ _LAUNCHES = (
     (3, [Run("bad to three", _BAD.replace("size 8", "size 12") + _SOON + _TO_THREE, ["start"])]),
     (
         4,
-        [
-            Run(
-                "two to four", _PIER + _SOON + "--pier-groups 4 " + _CHANGED + "--load {directory}/two --ckpt-step 5", ["start"]
-            ),
-        ],
+        [Run("two to four", _PIER + _SOON + "--pier-groups 4 " + _CHANGED + "--load {directory}/two --ckpt-step 5", ["start"])],
     ),
 )
 
@@ -182,13 +173,7 @@ def test_split_groups_go_on_with_their_parent(runs: dict[str, Recorded]) -> None
             assert torch.equal(loaded, parent)
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("inner DP", "four again"),
-        ("layer-wise to four", "layer-wise again"),
-    ],
-)
+@pytest.mark.parametrize(("name", "source"), [("inner DP", "four again"), ("layer-wise to four", "layer-wise again")])
 @pytest.mark.parametrize("buffer", ["anchor", "momentum"])
 def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], name: str, source: str, buffer: str) -> None:
     expected, found = runs[source].weights(buffer), runs[name].weights(buffer)
@@ -200,11 +185,7 @@ def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], nam
 
 
 @pytest.mark.parametrize(
-    ("name", "reference", "stop"),
-    [
-        ("TP 2 to PP 2 at 5", "TP 2 at 5", 5),
-        ("MoE, PP 2 to 1 at 6", "MoE at 6", 6),
-    ],
+    ("name", "reference", "stop"), [("TP 2 to PP 2 at 5", "TP 2 at 5", 5), ("MoE, PP 2 to 1 at 6", "MoE at 6", 6)]
 )
 def test_run_goes_on_in_another_layout(runs: dict[str, Recorded], name: str, reference: str, stop: int) -> None:
     for buffer in ("anchor", "momentum"):
@@ -215,8 +196,7 @@ def test_run_goes_on_in_another_layout(runs: dict[str, Recorded], name: str, ref
 
 
 @pytest.mark.parametrize(
-    ("name", "whole"),
-    [("TP 2 at 5", "two by TP"), ("inner DP 2 at 5", "inner DP 2"), ("other buckets at 5", "inner DP 2")],
+    ("name", "whole"), [("TP 2 at 5", "two by TP"), ("inner DP 2 at 5", "inner DP 2"), ("other buckets at 5", "inner DP 2")]
 )
 def test_a_checkpoint_that_can_be_resharded_holds_every_parameter(runs: dict[str, Recorded], name: str, whole: str) -> None:
     """Whatever the gradient buckets are, and whoever gathers what they hold."""

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import MODEL, Recorded, Run, as_a_fork, execute, launch
-
-from pier_megatron.commands.demo import pretrain_bytes
+from launch import MODEL, Recorded, Run, as_a_fork, execute, launch, torchrun, user_job
 
 pytestmark = pytest.mark.processes
 
@@ -105,9 +103,8 @@ def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Rec
 
 
 def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_path: Path) -> None:
-    job = ["torchrun", "--nproc-per-node", "4", "-m", "pier_megatron", "--device", "cpu", pretrain_bytes.__file__]
-    job += [*MODEL, "--mock-data", *_PIER.split()]
-    said = execute([sys.executable, "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "doctor.txt", **as_a_fork())
+    examined = user_job(torchrun(4), *MODEL, "--mock-data", *_PIER.split())
+    said = execute([sys.executable, "-m", "pier_megatron.cli", "doctor", *examined], tmp_path / "doctor.txt", **as_a_fork())
 
     def sizes(printed: str) -> list[float]:
         # Parameters; megabytes sent, of the outer state, and of chunks on their way.

@@ -153,10 +153,7 @@ def test_each_phase_of_a_ramp_up_has_its_table(runs: dict[str, Recorded]) -> Non
 @pytest.mark.parametrize(
     ("name", "visited", "reads"),
     # The last evaluation: 2 micro-batches of a replica through each of 3 virtual stages; 4 micro-batches through one.
-    [
-        ("evaluated in part", (0, 2, 3, 5), 6),
-        ("trained whole, evaluated in part", (0, 1, 2, 3, 6, 7), 4),
-    ],
+    [("evaluated in part", (0, 2, 3, 5), 6), ("trained whole, evaluated in part", (0, 1, 2, 3, 6, 7), 4)],
 )
 def test_evaluation_leaves_out_what_was_asked_for(
     runs: dict[str, Recorded], name: str, visited: Sequence[int], reads: int

@@ -16,14 +16,9 @@ from typing import Any
 import forked_ranks
 import psutil
 import torch
-from launch import REPOSITORY, environment, torchrun
+from launch import MODEL, REPOSITORY, data, environment, torchrun
 
-_MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 "
-    "--lr-decay-style constant --log-interval 1 --eval-interval 1000000 --eval-iters 1 --bf16 "
-    "--hidden-dropout 0.1 --attention-dropout 0.1"
-)
+_DROPPING = "--global-batch-size 8 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1"
 ITERATIONS, INTERVAL, LAZY_START = 24, 4, 8
 _PIER = (
     f"--train-iters {ITERATIONS} --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval {INTERVAL} "
@@ -42,10 +37,8 @@ class Job:
         """Plans a job of ``ranks`` processes."""
         self.folder = folder
         self._ranks = ranks
-        train, validation = corpus
-        paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
         checkpoints = f"--save {folder / 'checkpoints'} --load {folder / 'checkpoints'}"
-        self._arguments = f"{_MODEL} {paths} {checkpoints} {_PIER} {flags}".split()
+        self._arguments = [*MODEL, *data(corpus), *f"{_DROPPING} {checkpoints} {_PIER} {flags}".split()]
         self._attempts = 0
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -111,15 +111,7 @@ def test_patched_checkout_without_the_launcher(checkout: Path, tmp_path: Path) -
         "import os\nif 'RANK' in os.environ:\n    from pier_megatron.cpu import emulation\n    emulation.install()\n"
     )
     flags, groups = _LAYOUTS["TP 2 x 2 groups"]
-    arguments = [
-        *_MODEL,
-        *flags.split(),
-        *pier(groups),
-        "--save",
-        str(tmp_path / "checkpoint"),
-        "--save-interval",
-        "20",
-    ]
+    arguments = [*_MODEL, *flags.split(), *pier(groups), "--save", str(tmp_path / "checkpoint"), "--save-interval", "20"]
     command = [*torchrun(4), str(patched / "pretrain_gpt.py"), *arguments, *missing_cpu_flags([])]
     log = execute(command, tmp_path / "patched.txt", megatron=site)
     stock_log = train(checkout, tmp_path, "stock", checkout / "pretrain_gpt.py", *flags.split(), *stock(groups))

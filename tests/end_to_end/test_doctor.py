@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import REPOSITORY, execute, torchrun
+from launch import MODEL, REPOSITORY, data, execute, torchrun, user_job
 from one_process import Said, pier_megatron
 
 from pier_megatron.commands.plan.cluster import CLUSTERS
@@ -295,19 +295,12 @@ def saved(tmp_path: Path) -> Path:
 def test_started_job_with_a_stock_optimizer_ends_and_shows_what_is_compressed(
     tmp_path: Path, corpus: tuple[Path, Path]
 ) -> None:
-    train, validation = corpus
-    training = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
-        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 100 --eval-iters 1 --train-iters 100 --use-distributed-optimizer --pier-compress dp=int8"
-    )
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
-    log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    training = "--global-batch-size 8 --bf16 --train-iters 100 --use-distributed-optimizer --pier-compress dp=int8"
+    started = user_job(torchrun(2), *MODEL, *data(corpus), *training.split())
+    log = execute([*_DOCTOR, "--start", *started], tmp_path / "log.txt")
     assert "--optimizer adam, 2 model replicas: every iteration is synchronous" in log
     assert re.search(r"Pier doctor: iteration 2, of a stock optimizer, rank 0: [1-9]\d* .* none across groups", log)
-    elsewhere = [*_DOCTOR, "--start", "/nonexistent/python", *job[1:]]
+    elsewhere = [*_DOCTOR, "--start", "/nonexistent/python", *started[1:]]
     ended = subprocess.run(elsewhere, cwd=REPOSITORY, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
         2,
@@ -321,20 +314,14 @@ def test_started_job_with_a_stock_optimizer_ends_and_shows_what_is_compressed(
 def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     tmp_path: Path, corpus: tuple[Path, Path], saved: Path
 ) -> None:
-    train, validation = corpus
     training = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
-        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
+        "--global-batch-size 8 --bf16 --eval-interval 2 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
         f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} "
-        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1 "
-        "--pier-compress tp=int8"
+        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1 --pier-compress tp=int8"
     )
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    started = user_job(torchrun(4), *MODEL, *data(corpus), *training.split())
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    log = execute([*_DOCTOR, "--start", *started], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
     # Doctor, start-up and plan print the same, except for the lazy start: the started job has none.
@@ -345,7 +332,7 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     said = re.findall(r"^ *((?:outer state )?per rank: .*)$", log, re.MULTILINE)
     assert len(said) == 4
     assert said[:2] == said[2:]
-    text = plan(shlex.join(job), "--details").out
+    text = plan(shlex.join(started), "--details").out
     assert re.findall(r"^((?:outer state )?per rank: .*)$", text, re.MULTILINE) == said[:2], text
     assert re.search(r"outer state, --pier-offload to move it 0\.[1-9]\d MB", " ".join(text.split()))
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import MODEL, REPOSITORY, Run, launch, torchrun
+from launch import MODEL, REPOSITORY, Run, launch, torchrun, user_job
 from one_process import pier_megatron
 
 from pier_megatron.megatron_api import versions
@@ -282,9 +282,7 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
         "--hidden-size 256 --global-batch-size 4 --bf16 --train-iters 8 --optimizer pier --pier-groups 2 "
         f"--pier-sync-interval 4 --pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
     )
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *MODEL, "--mock-data", *training.split()]
-    said = pier_megatron()(f"doctor {shlex.join(job)}").out
+    said = pier_megatron()(f"doctor {shlex.join(user_job(torchrun(2), *MODEL, '--mock-data', *training.split()))}").out
     found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said)
     assert found, said
     launch(tmp_path, corpus, [Run("saving", training, saves=[6, 8])], world_size=2)

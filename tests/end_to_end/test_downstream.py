@@ -290,11 +290,7 @@ def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_tasks")
 def test_checkpoint_is_evaluated(
-    runs: dict[str, Recorded],
-    exported: dict[str, Path],
-    tokenizer: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the checkpoint to the score, with a task of one's own whose score is known."""
     written_task(loaded(exported["pier"]), tmp_path)

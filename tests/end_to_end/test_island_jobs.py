@@ -40,16 +40,7 @@ class Island(Job):
 @contextlib.contextmanager
 def lighthouse(least: int) -> Iterator[str]:
     """Its address; the lighthouse waits for ``islands``."""
-    command = [
-        sys.executable,
-        "-m",
-        "pier_megatron.cli",
-        "lighthouse",
-        "--islands",
-        str(_ISLANDS),
-        "--min-islands",
-        str(least),
-    ]
+    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", str(_ISLANDS), "--min-islands", str(least)]
     process = subprocess.Popen(
         [*command, "--port", "0", "--heartbeat-timeout", "2"],
         cwd=REPOSITORY,

@@ -10,7 +10,7 @@ from pathlib import Path
 import forked_ranks
 import psutil
 import pytest
-from launch import REPOSITORY, execute, torchrun
+from launch import DEMO, MODEL, REPOSITORY, data, execute, torchrun, user_job
 
 from pier_megatron.exchange.codecs import BLOCK
 from pier_megatron.settings import Settings, flag_of
@@ -18,12 +18,8 @@ from pier_megatron.settings import Settings, flag_of
 pytestmark = pytest.mark.processes
 
 _LAUNCHER = [sys.executable, "-m", "pier_megatron"]
-_TRAINING = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 "
-    "--lr-decay-style constant --log-interval 1 --eval-interval 6 --eval-iters 1 --bf16 --train-iters 6 "
-    "--tensor-model-parallel-size 2 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2"
-).split()
+_STOCK = [*MODEL, *"--global-batch-size 8 --eval-interval 6 --bf16 --train-iters 6 --tensor-model-parallel-size 2".split()]
+_TRAINING = [*_STOCK, *"--optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2".split()]
 
 # Runs a function of the main module in a spawned process, as Megatron's checkpoint writers do.
 _SPAWNING_SCRIPT = """
@@ -92,8 +88,7 @@ def test_spawned_processes_know_the_main_module(tmp_path: Path) -> None:
 
 
 def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    help_text = execute([*_LAUNCHER, "--device", "cpu", str(script), "--help"], tmp_path / "help.txt")
+    help_text = execute(user_job([sys.executable], "--help"), tmp_path / "help.txt")
     # Lines are broken in the middle of flags, too.
     group = "".join(help_text[help_text.index("\npier:") :].split())
     told = {flag_of(setting.name): setting.metadata["help"] for setting in dataclasses.fields(Settings) if setting.metadata}
@@ -107,28 +102,19 @@ def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
 def two_nodes(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> tuple[str, Path]:
     """A training started as on a cluster: one torchrun per node, and no word about the number of groups."""
     folder = tmp_path_factory.mktemp("nodes")
-    train, validation = map(str, corpus)
-    data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
-    saving = [
-        "--save",
-        str(folder / "checkpoint"),
-        "--save-interval",
-        "6",
-        "--tensorboard-dir",
-        str(folder / "tensorboard"),
-    ]
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, *data, *saving]
-    return on_two_nodes(2, folder, arguments), folder
+    saving = ["--save", str(folder / "checkpoint"), "--save-interval", "6", "--tensorboard-dir", str(folder / "tensorboard")]
+    return on_two_nodes(2, folder, [*_TRAINING, *data(corpus), *saving]), folder
 
 
-def on_two_nodes(processes: int, folder: Path, arguments: list[str]) -> str:
+def on_two_nodes(processes: int, folder: Path, words: list[str]) -> str:
     """Runs one torchrun for each of two nodes, both on this machine; returns what they printed."""
     port = str(forked_ranks.free_port())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)]
     launcher += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
     with futures.ThreadPoolExecutor() as pool:
-        nodes = [pool.submit(execute, [*launcher, str(node), *arguments], folder / f"node{node}.txt") for node in range(2)]
+        nodes = [
+            pool.submit(execute, user_job([*launcher, str(node)], *words), folder / f"node{node}.txt") for node in range(2)
+        ]
     return "".join(node.result() for node in nodes)
 
 
@@ -147,12 +133,7 @@ def test_operator_sees_every_outer_step(two_nodes: tuple[str, Path]) -> None:
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     scalars = {name for name in accumulator.Tags()["scalars"] if name.startswith("pier/")}
-    assert {
-        "pier/pseudo-gradient-norm",
-        "pier/momentum-norm",
-        "pier/cosine-min",
-        "pier/bytes-sent",
-    } < scalars
+    assert {"pier/pseudo-gradient-norm", "pier/momentum-norm", "pier/cosine-min", "pier/bytes-sent"} < scalars
     assert [event.step for event in accumulator.Scalars("pier/mu")] == [4, 6]
     # 2 (G - 1) / G x 4 bytes of each parameter that the rank owns, and what fills the last block of those that it shares.
     parameters = int(log[log.index("per rank: ") + 10 :].split()[0].replace(",", ""))
@@ -167,10 +148,8 @@ def test_checkpoint_is_written_by_spawned_processes(two_nodes: tuple[str, Path])
 
 
 def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, "--mock-data", "--pier-groups", "1"]
     with pytest.raises(AssertionError, match=r"--tensor-model-parallel-size 2.*rank 0 on node 0, rank 1 on node 1"):
-        on_two_nodes(1, tmp_path, arguments)
+        on_two_nodes(1, tmp_path, [*_TRAINING, "--mock-data", "--pier-groups", "1"])
 
 
 def test_demo(tmp_path: Path) -> None:
@@ -193,24 +172,19 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    train, validation = map(str, corpus)
-    data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
-    training = [*_TRAINING[: _TRAINING.index("--optimizer")], "--use-distributed-optimizer", *data]
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-    through = execute(
-        [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training], tmp_path / "through.txt"
-    )
-    # The same without the launcher: only the GPU is stood in for.
+    training = [*_STOCK, "--use-distributed-optimizer", *data(corpus)]
+    through = execute(user_job(torchrun(2), *training), tmp_path / "through.txt")
+    # The same without the launcher: only the GPU is stood in for, and the ranks share their imports.
     bare_script = tmp_path / "bare.py"
     bare_script.write_text(
-        "import runpy, sys\nfrom pier_megatron.cpu import emulation\nemulation.install()\n"
+        "import runpy, sys\nimport forked_ranks\nfrom pier_megatron.cpu import emulation\nemulation.install()\n"
         "from pier_megatron.cpu.preparations import missing_cpu_flags\n"
         "from megatron.core.datasets import utils\nutils.compile_helpers = lambda: None\n"
-        f"sys.argv[0] = {str(script)!r}\nsys.argv += missing_cpu_flags(sys.argv)\n"
+        f"sys.argv[0] = {str(DEMO)!r}\nsys.argv += missing_cpu_flags(sys.argv)\nimport megatron.training\n"
         "assert 'pier_megatron.integration.training' not in sys.modules\n"
-        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+        f"forked_ranks.run(2, lambda: runpy.run_path({str(DEMO)!r}, run_name='__main__'))\n"
     )
-    bare = execute([*torchrun(2), str(bare_script), *training], tmp_path / "bare.txt")
+    bare = execute([sys.executable, str(bare_script), *training], tmp_path / "bare.txt")
 
     def numbers(log: str) -> list[str]:
         # Other processes may print into the line before its first field.

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, execute, torchrun
+from launch import REPOSITORY, data, execute, torchrun, user_job
 from one_process import Said, pier_megatron
 
 pytestmark = pytest.mark.processes
@@ -55,12 +55,7 @@ def test_answer_fits_one_screen_and_stands_on_the_page(tmp_path: Path) -> None:
     verdict = " ".join(said.out.split("\n\n")[0].split())
     assert len(verdict.split()) <= 25
     assert verdict.startswith("Measure first, with --pier-overlap 25: ")
-    assert list(rows(said.out)) == [
-        "synchronous",
-        "this job",
-        "with --pier-overlap 25",
-        "with --pier-exchange-dtype int8",
-    ]
+    assert list(rows(said.out)) == ["synchronous", "this job", "with --pier-overlap 25", "with --pier-exchange-dtype int8"]
     assert "90 TFLOP/s per GPU, not measured: give --tflops, or --log of a short run" in said.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = (REPOSITORY / "docs" / "planner.md").read_text()
@@ -174,14 +169,10 @@ def test_sites_of_a_file_share_their_link() -> None:
 def short_run(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> Path:
     """What a run of one rank has printed."""
     folder = tmp_path_factory.mktemp("short")
-    train, validation = map(str, corpus)
-    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     words = (
-        f"{_TINY} --global-batch-size 8 --train-iters 8 --log-interval 1 --eval-interval 100 --eval-iters 1 --optimizer adam "
-        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
+        f"{_TINY} --global-batch-size 8 --train-iters 8 --log-interval 1 --eval-interval 100 --eval-iters 1 --optimizer adam"
     )
-    arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *words.split()]
-    execute([*torchrun(1), *arguments], folder / "log.txt")
+    execute(user_job(torchrun(1), *words.split(), *data(corpus)), folder / "log.txt")
     return folder / "log.txt"
 
 

@@ -151,12 +151,7 @@ class Rank:
         state = self._optimizer.state.get(parameter, {})
         return {name: value for name, value in state.items() if value.shape == parameter.shape}
 
-    def iterate(
-        self,
-        skip: bool = False,
-        overflow: Sequence[int] = (),
-        bad: Sequence[int] = (),
-    ) -> None:
+    def iterate(self, skip: bool = False, overflow: Sequence[int] = (), bad: Sequence[int] = ()) -> None:
         """One iteration.
 
         Args:
@@ -174,11 +169,7 @@ class Rank:
         # Offloaded state may still be on its way to the host.
         one_gpu.synchronize()
         self.history.append(
-            self._outer_state()
-            | {
-                "parameters": on_cpu(self.parameters),
-                "is_synchronised": self.loop.is_synchronised,
-            }
+            self._outer_state() | {"parameters": on_cpu(self.parameters), "is_synchronised": self.loop.is_synchronised}
         )
 
     def _outer_state(self) -> dict[str, Any]:
@@ -205,11 +196,7 @@ class Rank:
     def stop_and_resume(self, changes: dict[str, Any] | None = None) -> None:
         """Stores everything as a file would, forgets it, and resumes from there; perhaps with other settings."""
         file = io.BytesIO()
-        stored = {
-            "loop": self.loop.snapshot(),
-            "parameters": self.parameters,
-            "optimizer": self._optimizer.state_dict(),
-        }
+        stored = {"loop": self.loop.snapshot(), "parameters": self.parameters, "optimizer": self._optimizer.state_dict()}
         torch.save(stored, file)
         file.seek(0)
         found = torch.load(file, weights_only=True)

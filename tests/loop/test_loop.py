@@ -20,13 +20,7 @@ _BASE: dict[str, Any] = {"preset": "pier", "train_iters": 12, "sync_interval": 3
 Command = tuple[int | str, dict[str, Any]]
 
 
-def program(
-    *commands: Command,
-    groups: int = 2,
-    flips_a_bit: bool = False,
-    averages: bool = False,
-    **config: Any,
-) -> Program:
+def program(*commands: Command, groups: int = 2, flips_a_bit: bool = False, averages: bool = False, **config: Any) -> Program:
     """A run: a number of iterations with what happens in each of them, or the name of another command."""
     planned = Program(Settings(groups, 1, _BASE | config, flips_a_bit, averages))
     for what, arguments in commands:
@@ -251,12 +245,7 @@ def test_rehearsal_again_where_an_exchange_resumes(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "overlap", "offload", "preset"),
-    [
-        ("bf16", 0, True, "pier"),
-        ("int8", 2, False, "pier"),
-        ("fp32", 2, False, "noloco"),
-        ("fp32", 0, True, "noloco"),
-    ],
+    [("bf16", 0, True, "pier"), ("int8", 2, False, "pier"), ("fp32", 2, False, "noloco"), ("fp32", 0, True, "noloco")],
 )
 def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool, preset: str) -> None:
     program(exchange_dtype=dtype, overlap=overlap, offload=offload, preset=preset, lazy_start_iters=0).run(ranks)
