@@ -248,17 +248,55 @@ def test_metrics_are_in_tensorboard(runs: dict[str, Recorded]) -> None:
     assert steps["pier/pseudo-gradient-norm"] == [6, 9]
 
 
-# Many command lines in one process: it imports Megatron-Bridge for longer than they take.
-_SCRIPTS = """
-import json, runpy, sys
-for sys.argv in json.loads(sys.argv[1]):
-    runpy.run_path(sys.argv[0], run_name="__main__")
+_WITHOUT_TRAINING = """
+import copy, dataclasses, sys, types
+from pier_megatron.cpu import bridge, emulation
+emulation.install()
+bridge.install()
+import pier_megatron.bridge
+from examples.bridge.recipes import llama_tiny
+from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model, temporary_distributed_context
+from pier_megatron.bridge import config
+from pier_megatron.bridge.arguments import BridgeLoop
+from pier_megatron.bridge.training import name_iteration
+from pier_megatron.settings import PluginSettings, Settings
+with temporary_distributed_context(backend="gloo"):
+    model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
+    save_megatron_model(model if isinstance(model, list) else [model], sys.argv[2])
+loop = BridgeLoop(llama_tiny(), pier=True)
+assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
+assert loop.in_own_words("with --override-opt_param-scheduler") == "with config.scheduler.override_opt_param_scheduler"
+assert copy.copy(loop.arguments()).pier_sync_interval == 5
+for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
+    checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
+    name_iteration(checkpoint)
+    assert (checkpoint.load, checkpoint.ckpt_step) == expected
+
+# Settings are those of the flags.
+flags = {field.name: field for kind in (Settings, PluginSettings) for field in dataclasses.fields(kind)}
+ours = {field.name: field for field in dataclasses.fields(config.PierOptimizerConfig) if field.name in config.settings()}
+assert {*ours} | {*config._NOT_HERE} == {*flags}, {*ours} ^ {*flags}
+for name in {*ours} - {"groups"}:
+    assert (ours[name].type, ours[name].default) == (flags[name].type, flags[name].default), name
 """
 
 
-def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_path: Path) -> None:
+# Many command lines in one process: it imports Megatron-Bridge for longer than they take.
+_SCRIPTS = """
+import json, runpy, sys
+own = sys.argv[1:]
+for sys.argv in json.loads(own[0]):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv = own
+"""
+
+
+@pytest.fixture(scope="module")
+def outside(runs: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what was made of checkpoints outside of training: Hugging Face models, logits, and a checkpoint of its own."""
+    folder = tmp_path_factory.mktemp("outside")
     tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
-    torch.save(tokens, tmp_path / "tokens.pt")
+    torch.save(tokens, folder / "tokens.pt")
     LlamaConfig(
         vocab_size=272,
         hidden_size=32,
@@ -271,20 +309,26 @@ def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_pat
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
         dtype="float32",
-    ).save_pretrained(tmp_path / "config")
+    ).save_pretrained(folder / "config")
     convert, look = REPOSITORY / "examples/bridge/to_hugging_face.py", Path(__file__).with_name("bridge_logits.py")
     commands = []
     for how in ("flags", "config"):
         # Between outer steps, where the groups hold different weights: the anchor is stored.
         checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
         commands += [
-            [convert, checkpoint, tmp_path / "config", tmp_path / how, "--device", "cpu"],
-            [look, checkpoint, tmp_path / "tokens.pt", tmp_path / f"{how}.pt"],
+            [convert, checkpoint, folder / "config", folder / how, "--device", "cpu"],
+            [look, checkpoint, folder / "tokens.pt", folder / f"{how}.pt"],
         ]
-    execute([sys.executable, "-c", _SCRIPTS, json.dumps(commands, default=str)], tmp_path / "log.txt", BRIDGE)
+    words = [json.dumps(commands, default=str), str(checkpoint), str(folder / "saved")]
+    execute([sys.executable, "-c", _SCRIPTS + _WITHOUT_TRAINING, *words], folder / "log.txt", BRIDGE)
+    return folder
+
+
+def test_a_llama_becomes_a_hugging_face_model(outside: Path) -> None:
+    tokens = torch.load(outside / "tokens.pt")
     for how in ("flags", "config"):
-        theirs = LlamaForCausalLM.from_pretrained(tmp_path / how)(tokens).logits
-        ours = torch.load(tmp_path / f"{how}.pt")
+        theirs = LlamaForCausalLM.from_pretrained(outside / how)(tokens).logits
+        ours = torch.load(outside / f"{how}.pt")
         assert ours.abs().max() > 1
         assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
 
@@ -337,43 +381,5 @@ def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
     assert refused.endswith("will not start\nstatus 1\n")
 
 
-_WITHOUT_TRAINING = """
-import copy, dataclasses, sys, types
-from pier_megatron.cpu import bridge, emulation
-emulation.install()
-bridge.install()
-import pier_megatron.bridge
-from examples.bridge.recipes import llama_tiny
-from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model, temporary_distributed_context
-from pier_megatron.bridge import config
-from pier_megatron.bridge.arguments import BridgeLoop
-from pier_megatron.bridge.training import name_iteration
-from pier_megatron.settings import PluginSettings, Settings
-with temporary_distributed_context(backend="gloo"):
-    model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
-    save_megatron_model(model if isinstance(model, list) else [model], sys.argv[2])
-loop = BridgeLoop(llama_tiny(), pier=True)
-assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
-assert loop.in_own_words("with --override-opt_param-scheduler") == "with config.scheduler.override_opt_param_scheduler"
-assert copy.copy(loop.arguments()).pier_sync_interval == 5
-for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
-    checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
-    name_iteration(checkpoint)
-    assert (checkpoint.load, checkpoint.ckpt_step) == expected
-
-# Settings are those of the flags.
-flags = {field.name: field for kind in (Settings, PluginSettings) for field in dataclasses.fields(kind)}
-ours = {field.name: field for field in dataclasses.fields(config.PierOptimizerConfig) if field.name in config.settings()}
-assert {*ours} | {*config._NOT_HERE} == {*flags}, {*ours} ^ {*flags}
-for name in {*ours} - {"groups"}:
-    assert (ours[name].type, ours[name].default) == (flags[name].type, flags[name].default), name
-"""
-
-
-def test_outside_of_training_settings_are_those_of_the_flags_and_models_are_loaded_and_saved(
-    runs: dict[str, Recorded], tmp_path: Path
-) -> None:
-    stored = runs["Llama, config"].directory.parent / "llama-config" / "iter_0000007"
-    words = [sys.executable, "-c", _WITHOUT_TRAINING, str(stored), str(tmp_path / "saved")]
-    execute(words, tmp_path / "log.txt", BRIDGE)
-    assert list((tmp_path / "saved").rglob("*.distcp"))
+def test_outside_of_training_settings_are_those_of_the_flags_and_models_are_loaded_and_saved(outside: Path) -> None:
+    assert list((outside / "saved").rglob("*.distcp"))

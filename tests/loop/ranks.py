@@ -310,7 +310,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
 
 
 def forking() -> Any:
-    """Makes processes that are forks of one that has imported ``warm.py``."""
+    """Makes processes as forks of one with ``warm.py`` imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     # Without it the server does not find the module, and says nothing.
