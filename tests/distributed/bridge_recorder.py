@@ -144,11 +144,6 @@ def look_on() -> None:
             record["losses"][iteration] = float(losses["lm loss"])
         return training_log(losses, *args, **kwargs)
 
-    def recorded_print(line: str) -> None:
-        if found := re.search(r" iteration +(\d+)/.* lm loss: (\S+) ", line):
-            flags.recorder.record["printed"][int(found[1])] = float(found[2])
-        print_log(line)
-
     @functools.wraps(evaluate)
     def recorded_evaluate(state: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         if "main" in flags.recorder.probes:
@@ -172,7 +167,7 @@ def look_on() -> None:
 
     bridge_train.train_step = recorded_step
     bridge_train.training_log = recorded_log
-    train_utils.print_rank_last = recorded_print
+    train_utils.print_rank_last = flags.printing(print_log)
     bridge_train.evaluate_and_print_results = recorded_evaluate
     bridge_pretrain._finish_train = finish_after_a_look
     bridge_pretrain._cleanup_after_pretrain_failure = clean_up_after_a_look

@@ -194,17 +194,18 @@ class Recorder:
         if "skipped" in self.probes:
             keep("skipped", {})[self.iteration] = result[1]
             keep("own losses", {})[self.iteration] = {name: float(loss) for name, loss in result[0].items()}
-        if "main" in self.probes:
-            keep("main", {})[self.iteration] = self.flat_main_parameters()
-        if "moments" in self.probes:
-            keep("moments", {})[self.iteration] = self.flat_moments()
-        if "outer main" in self.probes:
-            keep("outer main", {})[self.iteration] = self.flat_outer_parameters()
         if "outer" in self.probes:
             keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.loop.states]
             keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.loop.states]
-        if "stale" in self.probes:
-            keep("stale", {})[self.iteration] = self.stale_parameters()
+        looks = {
+            "main": self.flat_main_parameters,
+            "moments": self.flat_moments,
+            "outer main": self.flat_outer_parameters,
+            "stale": self.stale_parameters,
+        }
+        for name, look in looks.items():
+            if name in self.probes:
+                keep(name, {})[self.iteration] = look()
 
     def main_parameters(self) -> list[torch.Tensor]:
         groups = [group for owner in owners(self.optimizer) for group in owner.optimizer.optimizer.param_groups]
@@ -315,6 +316,17 @@ def saves(decide: Any, iterations: list[int]) -> Any:
     )
 
 
+def printing(print_log: Callable[[str], None]) -> Callable[[str], None]:
+    """Records the losses that are printed."""
+
+    def recorded_print(line: str) -> None:
+        if found := re.search(r" iteration +(\d+)/.* lm loss: (\S+) ", line):
+            recorder.record["printed"][int(found[1])] = float(found[2])
+        print_log(line)
+
+    return recorded_print
+
+
 def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
     train_step, training_log = megatron_training.train_step, megatron_training.training_log
@@ -334,11 +346,6 @@ def look_on() -> None:
             recorder.record["losses"][iteration] = float(losses["lm loss"])
         return training_log(losses, totals, rate, iteration, *args, **kwargs)
 
-    def recorded_print(line: str) -> None:
-        if found := re.search(r" iteration +(\d+)/.* lm loss: (\S+) ", line):
-            recorder.record["printed"][int(found[1])] = float(found[2])
-        print_log(line)
-
     def recorded_more(line: str) -> None:
         recorder.record["said"].append(line)
         print_more(line)
@@ -357,7 +364,7 @@ def look_on() -> None:
     ChainedOptimizer.step = recorded_inner_step
     megatron_training.train_step = recorded_step
     megatron_training.training_log = recorded_log
-    megatron_training.print_rank_last = recorded_print
+    megatron_training.print_rank_last = printing(print_log)
     training_utils.print_rank_last = recorded_more
     megatron_training.evaluate_and_print_results = recorded_evaluate
 
