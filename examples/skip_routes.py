@@ -18,7 +18,7 @@ from pier_megatron.experiments.skipping.pipeline.simulator import BACKWARD
 def main() -> None:
     """Searches, writes, and prints the simulated seconds of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nodes", type=Path, help="nodes and links, as in unequal-nodes.yaml")
+    parser.add_argument("nodes", type=argparse.FileType(), help="nodes and links, as in unequal-nodes.yaml")
     parser.add_argument("--stages", type=int, required=True, help="--pipeline-model-parallel-size of the job")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of a replica in a step")
     parser.add_argument("--fraction", type=float, required=True, help="share of all pairs of stage and micro-batch to skip")
@@ -28,10 +28,10 @@ def main() -> None:
     parser.add_argument("--in-order", action="store_true", help="no stages are swapped")
     parser.add_argument("--place", action="store_true", help="nodes may change places: start them in the printed order")
     options = parser.parse_args()
-    found = yaml.safe_load(options.nodes.read_text())
+    found = yaml.safe_load(options.nodes)
     stages, ranks = options.stages, len(found["nodes"]) * found["ranks-per-node"]
     if ranks % stages:
-        parser.error(f"{options.nodes}: {ranks} ranks are no multiple of --stages {stages}.")
+        parser.error(f"{options.nodes.name}: {ranks} ranks are no multiple of --stages {stages}.")
     grid, replicas = grid_of(found, stages), ranks // stages
     groups = [[replica] for replica in range(replicas)] if options.stay else [range(replicas)]
     wishes = Wishes(options.fraction, options.held or stages, may_swap=not options.in_order, may_move=options.place)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pier_megatron import experiments
 from pier_megatron.errors import PierConfigError, suggestion
+from pier_megatron.processes import INTERRUPTED, REFUSED
 from pier_megatron.version import __version__
 
 COMMANDS = {
@@ -98,9 +99,11 @@ def carried_out(run: Callable[[argparse.Namespace], int], options: argparse.Name
         # Who reads the output has seen enough, as head has. Python would complain once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except PierConfigError as error:
         print(*(f"ERROR: {message}" for message in error.args), sep="\n", file=sys.stderr)
-        return 2
+        return REFUSED
     return status
 
 

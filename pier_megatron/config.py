@@ -50,6 +50,8 @@ class PierConfig(RunSchedule):
         problems.report()
 
     def _out_of_range(self) -> Iterator[str]:
+        if self.train_iters < 1:
+            yield f"--train-iters {self.train_iters}: there is no iteration to train. Give at least 1."
         for setting in dataclasses.fields(self):
             accepts, value = setting.metadata.get("accepts"), getattr(self, setting.name)
             if isinstance(accepts, Number | Choice) and value is not None and (problem := accepts.problem(value)):

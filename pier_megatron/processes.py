@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses: as of argparse, and as of a shell."""
 
-_INTERRUPTED = "Pier: interrupted; what was not saved is lost. The same command with --load resumes from the last save.\n"
+_INTERRUPTED = "Pier: interrupted; what was not saved is lost. The job resumes from its last save, if it loads from there.\n"
 
 # torchrun ends the other ranks of a node when the first one has failed. What only they refuse is still printed.
 _SECONDS_BEHIND_RANK_0 = 5.0

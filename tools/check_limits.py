@@ -9,9 +9,9 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2065,
+    "": 2077,
     "bridge": 546,
-    "commands": 3548,
+    "commands": 3531,
     "cpu": 623,
     "exchange": 1943,
     "experiments": 4500,

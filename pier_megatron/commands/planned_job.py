@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 
 from pier_megatron import features
-from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.config import PierConfig
 from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
-from pier_megatron.flags import check_words
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
@@ -59,18 +57,6 @@ def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> ar
     register()
     with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
         args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-    return args
-
-
-def validated_arguments(command: LaunchCommand) -> argparse.Namespace:
-    """Megatron's arguments of a job with any optimizer.
-
-    Raises:
-        PierConfigError: If Megatron or the plugin refuses them.
-    """
-    check_words(command.arguments)
-    args = parsed_arguments(command.ranks, command.ranks_per_node, [command.script, *command.arguments])
-    validate(args, command.ranks_per_node)
     return args
 
 

@@ -48,6 +48,6 @@ def test_interrupted_refused_and_interrupted_again(job: Job, monkeypatch: pytest
     monkeypatch.setenv("PIER_TEST_WARM", "")
     loses = interrupted(job)
     assert "With --exit-signal-handler the job saves" in loses
-    assert loses.count("Pier: interrupted; what was not saved is lost. The same command with --load") == 1
+    assert loses.count("Pier: interrupted; what was not saved is lost. The job resumes from its last save") == 1
     assert loses.count("Traceback") == _OF_TORCHRUN
     assert job.last_saved() == saved

@@ -71,6 +71,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
     sys.stdout.close()
 
 
+def test_an_interrupted_command_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse, "run", lambda options: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["lighthouse", "--islands", "2"]) == INTERRUPTED
+
+
 # By a signal that is seen only when the hook runs: it came during a collective, or while an interrupt was being handled.
 _ENDING = """
 import signal, sys

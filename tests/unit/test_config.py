@@ -67,6 +67,7 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({**_SITES, "lighthouse": "http://h:1"}, ["--pier-lighthouse http://h:1 cannot be used with --pier-sites 2"]),
         ({**_SITES, "fragments": 2}, ["--pier-fragments 2 cannot be used with --pier-sites 2", "differ. Drop one"]),
         ({**_SITES, "preset": "noloco"}, ["--pier-sites 2 with outer steps of 2 groups", "--pier-preset noloco", "pairs"]),
+        ({"train_iters": 0}, ["--train-iters 0: there is no iteration to train. Give at least 1"]),
         ({"train_iters": 24, "lazy_start_iters": 20}, ["20 = 0 x 50 + 20", "Use 0."]),
         # All of them at once.
         ({"groups": 0, "sync_interval": 0, "outer_lr": 0.0}, ["--pier-groups 0", "--pier-sync-interval 0", "--pier-outer-lr"]),

@@ -16,14 +16,16 @@ import torch
 import yaml
 
 from pier_megatron import cli
+from pier_megatron.commands import job_arguments
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.model import Job
-from pier_megatron.commands.planned_job import validated_arguments
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import mix, mixture, score, seeds
 from pier_megatron.experiments.experts.budget import shares
 from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
-from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring
+from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring, make
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
@@ -178,7 +180,9 @@ def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         "again": stored_training(finetune=True, load="again"),
     }
     monkeypatch.setattr(StoredModel, "find", lambda path: trainings[path.name])
-    defaults = validated_arguments(LaunchCommand(1, 1, "x.py", tuple(f"{_MODEL} --train-iters 1".split())))
+    command = LaunchCommand(1, 1, "x.py", tuple(f"{_MODEL} --train-iters 1".split()))
+    defaults = job_arguments.read(command, ScriptSources.of(command), Findings())
+    assert defaults is not None
     cost = {name: seeds.operations(Path(name), defaults) for name in ("base", "longer", "child", "tuned")}
     assert cost["base"] == pytest.approx(100 / 16 * Job.of(defaults).flops)
     assert cost["longer"] == pytest.approx(2 * cost["base"])
@@ -250,6 +254,12 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
     monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
         check_scoring(read(content), "small", model)
+
+
+def test_plan_refuses_what_megatron_would(read: Callable[[Any], Ensemble], content: dict[str, Any], tmp_path: Path) -> None:
+    content["arguments"] = content["arguments"].replace("--lr ", "--lrr ")
+    with pytest.raises(PierConfigError, match=r"size small: --lrr: Megatron does not know it.* Did you mean --lr\?"):
+        make(read(content), tmp_path)
 
 
 def trained_plan(folder: Path, *names: str) -> Plan:

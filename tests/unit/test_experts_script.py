@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -176,14 +175,20 @@ def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan], monkeypatch: pytest
     plan = planned("cpu")
     for name in _NAMES:
         (plan.folder / name / "waits").write_text("60")
-    with subprocess.Popen([plan.folder / "train.sh"], start_new_session=True) as process:
+    # A terminal sends it to what is in the foreground, which need not be the script.
+    keyboard, terminal = os.openpty()
+    with subprocess.Popen(
+        ["setsid", "--ctty", plan.folder / "train.sh"], stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
         pids = [plan.folder / name / "pid" for name in _NAMES[:2]]
         deadline = time.monotonic() + 30
         while not all(path.exists() and path.read_text() for path in pids):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        os.write(keyboard, b"\x03")
         assert process.wait(30) == 130
+    for end in (keyboard, terminal):
+        os.close(end)
     assert not any(Path("/proc", path.read_text(), "exe").exists() for path in pids)
 
 

@@ -23,7 +23,7 @@ _MODEL = (
 _TRAINING = (
     "--micro-batch-size 4 --global-batch-size 8 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 16 "
-    "--log-interval 10 --tensorboard-log-interval 10"
+    "--log-interval 10 --tensorboard-log-interval 1"
 ).split()
 
 # Steps of a matrix ten times those of AdamW: the rate of https://kellerjordan.github.io/posts/muon/. A CPU without bf16 units

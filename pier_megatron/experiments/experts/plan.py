@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from pier_megatron.commands import job_arguments
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.commands.plan.fit import memory_of
 from pier_megatron.commands.plan.model import Job, predict
-from pier_megatron.commands.planned_job import validated_arguments
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import seeds
@@ -20,6 +22,8 @@ from pier_megatron.experiments.experts.budget import BudgetedExpert, shares
 from pier_megatron.experiments.experts.ensemble import DENSE, Ensemble, Machines
 from pier_megatron.experiments.experts.planned import PLAN, Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
+from pier_megatron.integration.arguments import config_from_args
+from pier_megatron.megatron_api.args import uses_pier
 
 # One script for a node and for Slurm, so that what was tried on one is what runs on many.
 _TRAIN = Path(__file__).with_name("train.sh")
@@ -117,19 +121,18 @@ def _operations_of_seeds(ensemble: Ensemble, validated: Mapping[str, argparse.Na
 
 def check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
     """Refuses experts that could be trained, but not scored."""
-    arguments = scoring_arguments(
-        model.arguments, model.micro_batch, "checkpoints", list(map(str, ensemble.validation.values()))
-    )
+    scored = list(map(str, ensemble.validation.values()))
+    arguments = scoring_arguments(model.arguments, model.micro_batch, "checkpoints", scored)
     _understood(ensemble, f"scoring experts of size {size}", 1, model.ranks, arguments)
 
 
 def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, arguments: Sequence[str]) -> argparse.Namespace:
-    if ensemble.device == "cpu":
-        arguments = (*arguments, *missing_cpu_flags(arguments))
-    try:
-        return validated_arguments(LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)))
-    except PierConfigError as error:
-        raise PierConfigError(f"{what}: {error}") from error
+    words = (*arguments, *(missing_cpu_flags(arguments) if ensemble.device == "cpu" else ()))
+    command, findings = LaunchCommand(nodes, ranks_per_node, str(ensemble.script), words), Findings()
+    args = job_arguments.read(command, ScriptSources.of(command), findings)
+    if args is None or findings.errors:
+        raise PierConfigError(*(f"{what}: {wrong}" for wrong in findings.errors or findings.warnings))
+    return args
 
 
 def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple[str, ...]:
@@ -152,9 +155,6 @@ def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple
 
 def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
     """Memory of a rank in bytes, and hours of the training, by the planner."""
-    from pier_megatron.integration.arguments import config_from_args
-    from pier_megatron.megatron_api.args import uses_pier
-
     config = config_from_args(args) if uses_pier(args) else None
     memory = sum(memory_of(args, config).values())
     if cluster is None:

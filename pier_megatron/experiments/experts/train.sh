@@ -80,9 +80,10 @@ end_all() {
   wait
   exit 130
 }
-trap end_all INT TERM
+trap end_all HUP INT TERM
 reap() {
-  sleep 0.2
+  # Ctrl-C would reach a sleep here, and not this script.
+  wait -n
   for slot in "${!running[@]}"; do
     if ! kill -0 "${running[$slot]}" 2> /dev/null; then
       wait "${running[$slot]}" || failed=1
@@ -100,7 +101,7 @@ for number in "${left[@]}"; do
   done
   (
     # It ends after what it has started, and says so.
-    trap : INT TERM
+    trap : HUP INT TERM
     if [ "$device" = cuda ]; then
       CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
       export CUDA_VISIBLE_DEVICES
