@@ -133,6 +133,9 @@ def test_a_short_run_is_warned_of_and_not_refused() -> None:
     assert "; --pier-sync-interval 2 or less would have one" in none
     assert PierConfig(train_iters=24, groups=2, sync_interval=2).lazy_start == 2
     assert "the run has 1 outer step: 24 iterations after the lazy start / --pier-sync-interval 50" in few
+    assert PierConfig(train_iters=24, groups=2, lazy_start_fraction=0.0).warnings() == [few]
+    assert "or less" not in PierConfig(train_iters=9, groups=2).warnings()[0]
+    assert "; --pier-sync-interval 1 or less" in PierConfig(train_iters=10, groups=2).warnings()[0]
     # An iteration of the local phase remains.
     assert PierConfig(train_iters=50, groups=2, lazy_start_fraction=0.6).lazy_start == 0
     assert PierConfig(train_iters=100, groups=2, lazy_start_fraction=0.9).lazy_start == 50

@@ -69,6 +69,7 @@ def test_without_an_entry_nothing_is_handed_on(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("pier: {max_ctas: many}", r"pier: max_ctas is 'many'. Use a whole number from 1 to 64"),
+        ("pier: {max_ctas: 65}", r"pier: max_ctas is 65. Use a whole number from 1 to 64"),
         ("pier: {min_ctas: 8, max_ctas: 4}", r"min_ctas 8 is above max_ctas 4. Lower min_ctas"),
         ("pier: {max_cta: 4}", r"option 'max_cta', which Megatron passes over. Use is_high_priority_stream, cga"),
         ("pier: {is_high_priority_stream: 1}", r"is_high_priority_stream is 1. Use true or false"),
