@@ -192,9 +192,9 @@ def test_memory_is_in_what_is_planned(offload: bool) -> None:
     config = _config(outer_rule=ADAM, offload=offload)
     [state] = _Run(config).loop.states
     assert Takes.planned(config, (23, 0, 0), False, "cpu").state == state.nbytes == 3 * 4 * 23
-    two = dataclasses.replace(config, groups=2)
-    [traffic, _] = Takes.planned(two, (2_000_000, 0, 0), False, "cpu").lines(two, "cpu")
-    assert "(synchronous training: 8.00 MB in each" in traffic
+    four = dataclasses.replace(config, groups=4)
+    [traffic, _] = Takes.planned(four, (2_000_000, 0, 0), False, "cpu").lines(four, "cpu")
+    assert "(synchronous training: 12.00 MB in each" in traffic
 
 
 def test_arguments_are_refused_before_anything_is_built() -> None:

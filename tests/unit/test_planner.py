@@ -134,6 +134,8 @@ def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:
     assert far.exchange["fp32"] - near.exchange["fp32"] == pytest.approx(30 * 0.02)
     assert far.pairs - near.pairs == pytest.approx(0.02)
     assert near.mean_iteration(steps(50, preset="noloco")) == pytest.approx(near.local + 16 / 50)
+    # In a node only the latency is left of a link without limit.
+    assert predict(_JOB, dataclasses.replace(_FAR, gpus_per_node=_JOB.gpus)).pairs == pytest.approx(0.02)
 
 
 _SIXTEEN = PierConfig(train_iters=100_000, groups=16)
