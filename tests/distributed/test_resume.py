@@ -161,7 +161,7 @@ def goes_on_exactly(run: Recorded, reference: Recorded, stop: int) -> None:
             assert torch.equal(parameters, theirs["main"][iteration])
         for key in ("anchor", "momentum"):
             last = max(theirs[key])
-            assert all(map(torch.equal, mine[key][last], theirs[key][last]))
+            assert all(torch.equal(*pair) for pair in zip(mine[key][last], theirs[key][last], strict=True))
     assert run.losses == {iteration: loss for iteration, loss in reference.losses.items() if iteration > stop}
 
 

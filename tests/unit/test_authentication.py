@@ -59,8 +59,6 @@ def test_only_the_same_secret_is_believed(island: str) -> None:
     assert ask([island], _SECRET, 5) == {island: {"run": "this"}}
     assert ask([island], _ANOTHER, 5) == {island: None}
     assert ask([island], b"", 5) == {island: None}
-    renamed = island.replace("0003/", "0004/")
-    assert ask([renamed], _SECRET, 5) == {renamed: None}
 
 
 def test_a_stranger_is_told_nothing(island: str) -> None:
@@ -71,7 +69,31 @@ def test_a_stranger_is_told_nothing(island: str) -> None:
             connection.recv_bytes()
 
 
-def test_an_answer_made_by_another_asker_proves_nothing(fake: Callable[..., str]) -> None:
+def _relay(asker: Connection, name: str) -> None:
+    """Passes each message on, in turn: the island's challenge, the answer, what it says of it, and the same the other way."""
+    with _connect(name) as other:
+        for sender, receiver in [(other, asker), (asker, other), (other, asker)] * 2:
+            receiver.send_bytes(sender.recv_bytes())
+
+
+def test_nobody_answers_for_another_one(island: str, fake: Callable[..., str]) -> None:
+    renamed = island.replace("0003/", "0004/")
+    passes_on = fake(lambda asker: _relay(asker, island))
+    assert ask([renamed, passes_on], _SECRET, 5) == {renamed: None, passes_on: None}
+
+
+def test_an_answer_heard_earlier_or_made_by_the_asker_proves_nothing(fake: Callable[..., str]) -> None:
+    heard: list[bytes] = []
+
+    def repeat(asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        heard.append(asker.recv_bytes())
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        asker.recv_bytes()
+        asker.send_bytes(heard[0])
+        asker.recv_bytes()
+
     def reflect(asker: Connection) -> None:
         """Has an asker, the other one or this one, answer the challenge of this one."""
         asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
@@ -93,7 +115,9 @@ def test_an_answer_made_by_another_asker_proves_nothing(fake: Callable[..., str]
         asker.send_bytes(challenges[0])
         answers.append(asker.recv_bytes())
 
-    reflects, oracle = fake(reflect), fake(answer_for)
+    repeats, reflects, oracle = fake(repeat), fake(reflect), fake(answer_for)
+    for _ in range(2):
+        assert ask([repeats], _SECRET, 5) == {repeats: None}
     assert ask([reflects], _SECRET, 5) == {reflects: None}
     assert answers
 
@@ -145,6 +169,17 @@ def test_a_silent_asker_holds_nobody(island: str, monkeypatch: pytest.MonkeyPatc
         assert silent.poll(3)
         with pytest.raises(EOFError):
             silent.recv_bytes()
+
+
+def test_an_island_listens_at_one_address_only() -> None:
+    listener = authentication.listen_at("127.0.0.2")
+    port = listener.getsockname()[1]
+    assert listener.getsockname()[0] == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1)
+    listener.close()
+    with pytest.raises(OSError, match="assign"):
+        authentication.listen_at("192.0.2.1")
 
 
 def test_secret_is_for_its_owner_only(tmp_path: Path) -> None:

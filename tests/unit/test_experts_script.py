@@ -169,7 +169,10 @@ def test_an_array_of_slurm_trains_each(planned: Callable[..., Plan], monkeypatch
     assert [expert.name for expert in plan.untrained()] == [_NAMES[0], _NAMES[2]]
 
 
-def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_ctrl_c_or_a_closed_terminal_ends_all_of_it(
+    is_closed: bool, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # On the CPU it takes what was planned, whatever GPUs are shown.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     plan = planned("cpu")
@@ -185,10 +188,12 @@ def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan], monkeypatch: pytest
         while not all(path.exists() and path.read_text() for path in pids):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.write(keyboard, b"\x03")
+        os.close(terminal)
+        if not is_closed:
+            os.write(keyboard, b"\x03")
+            assert process.wait(30) == 130
+        os.close(keyboard)
         assert process.wait(30) == 130
-    for end in (keyboard, terminal):
-        os.close(end)
     assert not any(Path("/proc", path.read_text(), "exe").exists() for path in pids)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.layered import accumulation, segments
+from pier_megatron.experiments.layered import accumulation, breadth_first, segments
 from pier_megatron.experiments.layered import feature as layered
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
@@ -29,6 +29,23 @@ def args(**changes: Any) -> argparse.Namespace:
         "context_parallel_size": 1,
     }
     return argparse.Namespace(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "micro_batches", "group", "held"),
+    [(4, 4, 16, 4, 19), (4, 4, 16, 16, 55), (8, 4, 32, 8, 39), (8, 4, 32, 32, 111), (2, 2, 2, 2, 4)],
+)
+def test_activations_in_flight(ranks: int, stages: int, micro_batches: int, group: int, held: int) -> None:
+    given = args(pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=stages)
+    assert breadth_first.in_flight(given, micro_batches, group) == held
+
+
+def test_activations_are_told_for_the_largest_batch() -> None:
+    with mock.patch.object(batches, "training_phases", return_value={8: 4, 32: 16}):
+        lines = layered.describe(args())
+        assert layered.cost(args()).activations == 55 / 19
+    assert "4 pipeline ranks of 4 virtual stages: a stage runs all 4-16 micro-batches" in lines[0]
+    assert "up to 55 of 64 stage-micro-batches at once; depth-first, of 19 (2.89 x)" in lines[1]
 
 
 @pytest.mark.parametrize(

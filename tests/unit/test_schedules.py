@@ -12,38 +12,46 @@ def config(preset: str, **kwargs: object) -> PierConfig:
     return PierConfig(train_iters=1000, groups=8, sync_interval=10, preset=preset, **kwargs)
 
 
-def test_pier_follows_the_paper() -> None:
-    momenta = {10: 0.9, 100: 0.9, 110: 0.99, 150: 0.99, 160: 0.95, 200: 0.95, 210: 0.9, 1000: 0.9}
-    assert {at: config("pier").momentum_at(at) for at in momenta} == pytest.approx(momenta)
-    rates = {110: 0.1, 150: 0.5, 200: 1.0, 210: 1.1, 800: 1.1, 810: 0.9, 1000: 0.9}
-    assert {at: config("pier").learning_rate_at(at) for at in rates} == pytest.approx(rates)
+@pytest.mark.parametrize(
+    ("iteration", "mu"),
+    [(10, 0.9), (100, 0.9), (110, 0.99), (150, 0.99), (160, 0.95), (200, 0.95), (210, 0.9), (1000, 0.9)],
+)
+def test_pier_momentum_follows_the_paper(iteration: int, mu: float) -> None:
+    assert config("pier").momentum_at(iteration) == pytest.approx(mu)
 
 
 @pytest.mark.parametrize(
-    ("preset", "points"),
+    ("iteration", "eta"), [(110, 0.1), (150, 0.5), (200, 1.0), (210, 1.1), (800, 1.1), (810, 0.9), (1000, 0.9)]
+)
+def test_pier_learning_rate_follows_the_paper(iteration: int, eta: float) -> None:
+    assert config("pier").learning_rate_at(iteration) == pytest.approx(eta)
+
+
+def test_parameters_do_not_change_in_the_lazy_start() -> None:
+    assert {config(preset).learning_rate_at(100) for preset in PRESETS} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("iteration", "mu", "eta"),
     [
-        (
-            "pier-cosine",
-            {
-                110: (0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 90)), 0.11),
-                200: (0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 9)), 1.1),
-                600: (0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi * 5 / 9)), 1.0),
-                1000: (0.9, 0.9),
-            },
-        ),
-        ("pier-rising", {100: (0.3, 0.0), 550: (0.6, 0.9), 1000: (0.9, 0.8)}),
-        ("pier-muon", {100: (0.3, 0.0), 550: (0.55, 0.7), 1000: (0.8, 0.6)}),
-        ("diloco", {500: (0.9, 0.7)}),
-        ("local-sgd", {500: (0.0, 1.0)}),
+        (110, 0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 90)), 0.11),
+        (200, 0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 9)), 1.1),
+        (600, None, 1.0),
+        (1000, 0.9, 0.9),
     ],
 )
-def test_other_presets_are_where_they_should_be(preset: str, points: dict[int, tuple[float, float]]) -> None:
-    schedule = config(preset)
-    for iteration, (mu, eta) in points.items():
+def test_pier_cosine_ends_where_it_should(iteration: int, mu: float | None, eta: float) -> None:
+    schedule = config("pier-cosine")
+    if mu is not None:
         assert schedule.momentum_at(iteration) == pytest.approx(mu)
-        assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
-    has_warmup = any(schedule.is_momentum_warmup(iteration) for iteration in range(1, 1001))
-    assert has_warmup == preset.startswith("pier-")
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
+
+
+@pytest.mark.parametrize(("iteration", "mu", "eta"), [(100, 0.3, 0.0), (550, 0.6, 0.9), (1000, 0.9, 0.8)])
+def test_rising_momentum_goes_on_from_its_warmup(iteration: int, mu: float, eta: float) -> None:
+    schedule = config("pier-rising")
+    assert schedule.momentum_at(iteration) == pytest.approx(mu)
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
 
 
 @pytest.mark.parametrize(("train_iters", "mu"), [(600, 0.9), (270, 0.8), (80, 0.3), (60, 0.3)])
@@ -52,6 +60,13 @@ def test_rising_momentum_remembers_two_fifths_of_the_outer_steps_at_most(train_i
     assert schedule.momentum_at(train_iters) == pytest.approx(mu)
     assert schedule.momentum_at(20) == 0.3
     assert not [told for told in schedule.warnings() if "remembers" in told]
+
+
+@pytest.mark.parametrize(("iteration", "mu", "eta"), [(100, 0.3, 0.0), (550, 0.55, 0.7), (1000, 0.8, 0.6)])
+def test_preset_for_muon_moves_less(iteration: int, mu: float, eta: float) -> None:
+    schedule = config("pier-muon")
+    assert schedule.momentum_at(iteration) == pytest.approx(mu)
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
 
 
 @pytest.mark.parametrize(("preset", "highest"), [("pier-annealed", 0.9), ("pier-muon-annealed", 0.8)])
@@ -64,6 +79,16 @@ def test_annealed_momentum_rises_and_falls_back_in_the_last_tenth(preset: str, h
         assert schedule.momentum_at(900) == pytest.approx(highest)
         middle = (lazy_start + 900) // 2
         assert schedule.momentum_at(middle) == pytest.approx(0.3 + (highest - 0.3) / 2)
+
+
+def test_constant_presets() -> None:
+    assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
+    assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("preset", ["diloco", "local-sgd"])
+def test_presets_without_momentum_warmup(preset: str) -> None:
+    assert not any(config(preset).is_momentum_warmup(iteration) for iteration in range(1, 1001))
 
 
 def test_break_points_shift_with_the_lazy_start() -> None:
@@ -84,5 +109,12 @@ def test_overrides_are_constant() -> None:
     schedule = config("pier", outer_lr=0.5, outer_momentum=0.3)
     assert {schedule.learning_rate_at(t) for t in range(101, 1001)} == {0.5}
     assert {schedule.momentum_at(t) for t in range(1, 1001)} == {0.3}
-    # In the lazy start no parameter changes.
-    assert {config(preset, outer_lr=rate).learning_rate_at(100) for preset in PRESETS for rate in (None, 0.5)} == {0.0}
+
+
+def test_no_preset_leaves_the_range_its_segments_span() -> None:
+    for preset in ("pier", "pier-cosine"):
+        for lazy_start in (0.0, 0.1, 0.3, 0.5, 0.9):
+            schedule = config(preset, lazy_start_fraction=lazy_start)
+            for iteration in schedule.outer_steps():
+                assert 0.9 <= schedule.momentum_at(iteration) <= 0.99
+                assert 0.0 < schedule.learning_rate_at(iteration) <= 1.1

@@ -239,7 +239,8 @@ class Loading:
         of_ranks: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(of_ranks, wrong)
         if any(of_ranks):
-            what = f"the {' and the '.join(max(of_ranks))} of iteration {saved.iteration}"
+            names = [name for name in found if any(name in of_rank for of_rank in of_ranks)]
+            what = f"the {' and the '.join(names)} of iteration {saved.iteration}"
             raise PierConfigError(
                 f"--load {versions.megatron_args().load}: {what} are not what was saved: their checksums differ. The files are "
                 "damaged. Choose another iteration with --ckpt-step."
