@@ -238,8 +238,7 @@ class Loading:
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
         of_ranks: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(of_ranks, wrong)
-        if any(of_ranks):
-            names = [name for name in found if any(name in of_rank for of_rank in of_ranks)]
+        if names := [name for name in found if any(name in of_rank for of_rank in of_ranks)]:
             what = f"the {' and the '.join(names)} of iteration {saved.iteration}"
             raise PierConfigError(
                 f"--load {versions.megatron_args().load}: {what} are not what was saved: their checksums differ. The files are "
