@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
     """Names what is wrong, without a screen of usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: error: {message}\n")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2077,
     "bridge": 546,
-    "commands": 3531,
+    "commands": 3532,
     "cpu": 623,
     "exchange": 1943,
     "experiments": 4500,

@@ -13,6 +13,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import add_pier_arguments, check_words
+from pier_megatron.processes import INTERRUPTED
 from pier_megatron.values import folder_to_write, positive, whole
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         print(comparison.summarise(output, configs, options.rate if machine.nodes else None))
     except KeyboardInterrupt:
         print("\nInterrupted: all processes and emulated links are gone.")
-        return 130
+        return INTERRUPTED
     return 0
 
 
