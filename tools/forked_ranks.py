@@ -31,9 +31,16 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
             sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
             os.environ |= {name: str(value) for name, value in sizes.items()}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            # The store is the parent's, as torchrun's agent has it.
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             rank_main()
             sys.exit()
         ranks[child] = rank
+    import torch.distributed as dist
+
+    # After the forks: its threads are none of theirs.
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    assert store is not None
     while ranks:
         child, status = os.wait()
         rank = ranks.pop(child)

@@ -180,29 +180,11 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    launches = settings_of(args).launches
-    ranks_of_run = args.world_size * launches
-    generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
-        tp=args.tensor_model_parallel_size,
-        ep=1,
-        dp=args.data_parallel_size // launches,
-        pp=args.pipeline_model_parallel_size,
-        cp=args.context_parallel_size,
-        order=order,
-    )
-    firsts = range(0, ranks_of_run, args.world_size)
-    tensor_parallel = {
-        first + rank: first + ranks[0] for first in firsts for ranks in generator.get_ranks("tp") for rank in ranks
-    }
-    positions: dict[int, tuple[int, int]] = {}
-    for alike in generator.get_ranks("dp-cp"):
-        ranks = [first + rank for first in firsts for rank in alike]
-        size = len(ranks) // args.pier_groups
-        positions |= {rank: (place // size, ranks[place % size]) for place, rank in enumerate(ranks)}
+    ranks_of_run, tensor_parallel = args.world_size * settings_of(args).launches, args.tensor_model_parallel_size
     planned = []
-    for rank, (group, peers) in sorted(positions.items()):
+    for rank in range(ranks_of_run):
         node = f"node {rank // ranks_per_node}"
         domain = domain_name(rank, node, args.pier_ranks_per_domain)
-        planned.append(Rank(rank, node, domain, group, tensor_parallel[rank], peers))
+        # Megatron numbers tensor-parallel ranks first.
+        planned.append(Rank(rank, node, domain, rank * args.pier_groups // ranks_of_run, rank - rank % tensor_parallel))
     return Topology(planned)

@@ -1,8 +1,7 @@
-"""Rank placement: groups, nodes, and the communicator between the groups."""
+"""Rank placement: groups and nodes."""
 
 import collections
 import dataclasses
-import datetime
 import functools
 import os
 import socket
@@ -11,10 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.sites import new_site_communicators
-
-DESCRIPTION = "PIER_"
-"""Prefix of the descriptions of the plugin's own communicators."""
 
 NAMED = 16
 """Groups, nodes and stretches of ranks that a message names one by one. Of more, it names the first and the last ones."""
@@ -25,12 +20,11 @@ class Rank:
     """Place of one process. Every rank keeps the places of all ranks, so they hold numbers and no lists of ranks.
 
     Attributes:
-        rank: Global rank.
+        rank: Rank in the launch.
         node: Name of the node it runs on.
         domain: Name of the fast network it is on, see :func:`domain_name`.
         group: Index of its Pier group.
-        tensor_parallel: First global rank of its tensor-parallel group.
-        peers: First global rank of those that own the same parameters, one of each group in group order.
+        tensor_parallel: First rank of its tensor-parallel group.
     """
 
     rank: int
@@ -38,7 +32,6 @@ class Rank:
     domain: str
     group: int
     tensor_parallel: int
-    peers: int
 
 
 def node_name() -> str:
@@ -74,11 +67,19 @@ class Topology:
         self._members = dict(sorted(ranks_by_key(rank.group for rank in self.ranks).items()))
 
     @classmethod
-    def gather(cls, own: Rank) -> "Topology":
-        """Collects the positions of all ranks of the default group; called by all of them."""
-        ranks: list[Rank | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
-        return cls([rank for rank in ranks if rank is not None])
+    def gather(cls, own: Rank, between: dist.ProcessGroup | None = None) -> "Topology":
+        """Collects the positions of all ranks of a launch; called by all of them.
+
+        Args:
+            own: Position of this rank.
+            between: Communicator of one rank of each group, in group order; None for one group.
+        """
+        group: list[Rank] = [own] * dist.get_world_size()
+        dist.all_gather_object(group, own)
+        groups = [group] * (1 if between is None else between.size())
+        if between is not None:
+            dist.all_gather_object(groups, group, group=between)
+        return cls([rank for of_group in groups for rank in of_group])
 
     def ranks_beside(self, rank: int) -> int:
         """Number of ranks on the node of a rank, itself included, whatever started them."""
@@ -106,18 +107,6 @@ class Topology:
     def _kind_of_domain(self) -> str:
         return "node" if all(rank.domain == rank.node for rank in self.ranks) else "domain"
 
-    def warnings(self) -> list[str]:
-        """What works but wastes the network, one sentence each."""
-        scattered = [group for group, ranks in self._members.items() if ranks[-1] - ranks[0] + 1 != len(ranks)]
-        if len({rank.domain for rank in self.ranks}) == 1 or not scattered:
-            return []
-        first, kind = scattered[0], self._kind_of_domain
-        return [
-            f"group {first} is not contiguous over {kind}s (ranks {ranges_of(self.members(first))}): its pipeline traffic "
-            f"crosses {kind}s in every iteration while its outer traffic may stay inside one. --use-tp-pp-dp-mapping makes "
-            "groups contiguous where Megatron allows it (TP x CP = ETP x EP)."
-        ]
-
     def groups(self) -> list[int]:
         """Indices of the groups, in order."""
         return list(self._members)
@@ -144,30 +133,6 @@ class Topology:
         domains = some_of(dict.fromkeys(self.ranks[rank].domain for rank in members))
         where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
         return f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {ranges_of(members)} on {where}"
-
-    def new_communicator(self, timeout: datetime.timedelta | None, options: object = None) -> dist.ProcessGroup | None:
-        """Makes a communicator between the ranks that own the same parameters; called by all ranks. None for one group.
-
-        It is apart from Megatron's so that what crosses the groups never queues behind what stays inside one.
-        """
-        if len(self.groups()) == 1:
-            return None
-        own: dist.ProcessGroup
-        own, _ = dist.new_subgroups_by_enumeration(
-            self._enumeration, timeout=timeout, pg_options=options, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
-        )
-        return own
-
-    def new_site_communicators(
-        self, sites: int, timeout: datetime.timedelta | None, inside: object = None, across: object = None
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Makes communicators inside and across sites, see :func:`pier_megatron.exchange.sites.new_site_communicators`."""
-        return new_site_communicators(self._enumeration, sites, timeout, DESCRIPTION, (inside, across))
-
-    @property
-    def _enumeration(self) -> list[list[int]]:
-        """Ranks that own the same parameters, one of each group in group order."""
-        return list(ranks_by_key(rank.peers for rank in self.ranks).values())
 
 
 def some_of(names: Iterable[str]) -> str:

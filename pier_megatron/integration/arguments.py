@@ -1,8 +1,8 @@
 """The command line: ``--optimizer pier`` and its flags, inside Megatron's own parser.
 
 Megatron treats every optimizer it does not know as one of the "emerging optimizers" and switches the distributed optimizer
-off for it. So the name never reaches Megatron's validation: parsing turns ``pier`` into AdamW under the distributed
-optimizer with one instance per group, which is what Pier is to Megatron, or into another optimizer in one instance.
+off for it. So the name never reaches Megatron's validation: parsing turns ``pier`` into the optimizer inside a group, AdamW
+under the distributed optimizer by default.
 """
 
 import argparse
@@ -126,26 +126,13 @@ def translate(args: argparse.Namespace) -> None:
         refusals.refuse_for_inner_optimizer(args)
     with problems.collecting():
         args.pier_groups = number_of_groups(args.pier_groups, args.pier_ranks_per_domain)
-        _check_instances(args)
     if problems.found:
         with problems.collecting():
             refusals.refuse_what_cannot_work(args)
         problems.report()
     args.optimizer = args.pier_inner_optimizer or "adam"
-    # Megatron builds other optimizers in one instance only, see own_group.
-    args.num_distributed_optimizer_instances = 1
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
-        args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).launches
-
-
-def _check_instances(args: argparse.Namespace) -> None:
-    instances, groups = args.num_distributed_optimizer_instances, args.pier_groups // settings_of(args).launches
-    if instances not in (1, groups):
-        raise PierConfigError(
-            f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
-            "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
-        )
 
 
 def number_of_groups(given: int | None, ranks_per_domain: int | None) -> int:

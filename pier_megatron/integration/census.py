@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.exchange.topology import some_of
+from pier_megatron.exchange.worlds import DESCRIPTION, Launch
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -27,7 +28,7 @@ class Collective:
 
     Attributes:
         name: Name of the operation, such as ``allreduce_``.
-        ranks: Global ranks that take part, in order; of a message, its sender and its receiver.
+        ranks: Ranks of the launch that take part, in order; of a message, its sender and its receiver.
         nbytes: Bytes of the tensors that this rank puts in, 0 for a barrier and for what it receives.
     """
 
@@ -43,9 +44,11 @@ class CollectiveCensus(TorchDispatchMode):
         collectives: In the order in which they were started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launch: Launch) -> None:
+        """Begins without any, on a rank of a launch."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[Collective] = []
+        self._first = launch.group * launch.ranks_of_group
 
     def __torch_dispatch__(
         self,
@@ -61,11 +64,18 @@ class CollectiveCensus(TorchDispatchMode):
         # What takes a process group is a collective, whatever library it is from.
         if group is not None:
             name = func.__name__.split(".")[0]
-            self.collectives.append(Collective(name, _ranks(group, given), _nbytes_of_input(name, given)))
+            self.collectives.append(Collective(name, self._ranks(group, given), _nbytes_of_input(name, given)))
         return func(*args, **kwargs)
 
+    def _ranks(self, group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
+        # Those of the plugin's own communicators are of the launch, all others of the group's world.
+        first = 0 if group.group_desc.startswith(DESCRIPTION) else self._first
+        everyone = tuple(first + rank for rank in dist.get_process_group_ranks(group))
+        peer = next((given[name] for name in ("dst", "src") if name in given), None)
+        return everyone if peer is None else tuple(sorted({first + dist.get_rank(), everyone[peer]}))
+
     def crossing(self, group_of: Mapping[int, int]) -> list[Collective]:
-        """Those whose ranks belong to more than one group, given the group of each global rank."""
+        """Those whose ranks belong to more than one group, given the group of each rank of the launch."""
         return [found for found in self.collectives if len({group_of[rank] for rank in found.ranks}) > 1]
 
 
@@ -93,12 +103,6 @@ def _as_group(argument: tuple[str, object]) -> dist.ProcessGroup | None:
         except (RuntimeError, TypeError):
             return None
     return None
-
-
-def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
-    everyone = tuple(dist.get_process_group_ranks(group))
-    peer = next((given[name] for name in ("dst", "src") if name in given), None)
-    return everyone if peer is None else tuple(sorted({dist.get_rank(), everyone[peer]}))
 
 
 def _nbytes_of_input(name: str, given: Mapping[str, object]) -> int:

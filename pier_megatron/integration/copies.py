@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.collectives import Computed, Gathered
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.own_group import own_data_parallel_ranks
+from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.state import sum_of_bits
 

@@ -2,11 +2,9 @@
 
 import argparse
 import datetime
-import functools
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,12 +14,10 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Topology
-from pier_megatron.integration import current, refusals, run_identity
+from pier_megatron.integration import current, own_world, refusals, run_identity
 from pier_megatron.integration.checkpoint.stored_run import folder_of_island
-from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.integration.samples import samples_of_iteration
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer import Shards
 from pier_megatron.outer.elastic import ElasticMembership
 
@@ -31,55 +27,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 type _SetUp = tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler | None]
-
-
-def in_elastic_islands[**P, R](
-    around: Callable[Concatenate[Callable[..., R], argparse.Namespace, P], R],
-) -> Callable[Concatenate[Callable[..., R], P], R]:
-    """Decorates a wrapper of a function of Megatron: elastic islands call the wrapper, other runs the function alone.
-
-    Args:
-        around: Called with the function, Megatron's arguments, and the function's arguments.
-    """
-
-    @functools.wraps(around)
-    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        settings = versions.megatron_args()
-        if not uses_pier(settings) or settings.pier_lighthouse is None:
-            return function(*args, **kwargs)
-        return around(function, settings, *args, **kwargs)
-
-    return choose
-
-
-@in_elastic_islands
-def count_all_islands[**P, R](train: Callable[P, R], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Lets Megatron's loop count the samples of all islands.
-
-    The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
-    name for ``parallel_state`` is replaced: everyone else asks for the size of the island's process groups, and gets it.
-    """
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    counting = types.SimpleNamespace(**vars(parallel_state))
-    counting.get_data_parallel_world_size = lambda: settings.pier_groups * parallel_state.get_data_parallel_world_size()
-    with versions.replaced(versions.require("megatron.training", "training"), {"mpu": counting}):
-        return train(*args, **kwargs)
-
-
-@in_elastic_islands
-def read_own_samples[**P, R](
-    build_data_iterators: Callable[P, R], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs
-) -> R:
-    """Gives each island its share of the samples."""
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    # Megatron's own means to answer with another size and rank than those of the process group.
-    place = {
-        "_MPU_DATA_PARALLEL_WORLD_SIZE": settings.pier_groups * size,
-        "_MPU_DATA_PARALLEL_RANK": settings.pier_island * size + rank,
-    }
-    with versions.replaced(parallel_state, place):
-        return build_data_iterators(*args, **kwargs)
 
 
 def use_own_folders(args: argparse.Namespace) -> None:
@@ -101,7 +48,8 @@ def membership(
     """Makes this island known to the others."""
     assert config.lighthouse is not None
     assert config.island is not None
-    world = own_ranks()
+    world = dist.group.WORLD
+    assert world is not None
     if topology.ranks_beside(dist.get_rank()) < world.size() and is_loopback(config.island_address):
         raise PierConfigError(
             f"--pier-island-address {config.island_address}: the {world.size()} ranks of this island are on several "
@@ -124,14 +72,12 @@ def describe(config: PierConfig) -> list[str]:
     ]
 
 
-@in_elastic_islands
-def join[**P](
-    setup_model_and_optimizer: Callable[P, _SetUp], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs
-) -> _SetUp:
+def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
     """Begins at the iteration of the islands that are already training."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
+    settings = versions.megatron_args()
     pier = current.pier_optimizer()
-    if pier is None:
+    if pier is None or pier.loop.config.lighthouse is None:
         # Without training there is no optimizer, and nothing to join.
         return model, optimizer, scheduler
     loop = pier.loop

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current
-from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.megatron_api import log, versions
 from pier_megatron.outer.report import SCALAR_PREFIX
 
@@ -33,19 +32,18 @@ def look_at_what_groups_agree_on[**P, R](
 def evaluate_each[**P](
     evaluate: Callable[P, _Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> _Evaluated:
-    """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
+    """Evaluates over all groups of the launch; where each has weights of its own, it says how far apart they are."""
     loop = optimizer.loop
-    if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
-        return evaluate(*args, **kwargs)
-    with confined_to_group(optimizer.model_chunks[0]):
+    # Groups would disagree on whether the time is up. They ask each other after the iteration.
+    with versions.with_megatron_args({"exit_duration_in_mins": None} if loop.exchange.size > 1 else {}):
+        if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
+            with optimizer.together():
+                return evaluate(*args, **kwargs)
         losses, *others = evaluate(*args, **kwargs)
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    if losses is None or group is None:
-        # The job's time ran out during the evaluation, or there is one group.
+    if losses is None or loop.exchange.size == 1:
         return losses, *others
-    of_groups: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(of_groups, {name: float(loss) for name, loss in losses.items()}, group=group)
+    of_groups: list[dict[str, float]] = [{}] * loop.exchange.size
+    dist.all_gather_object(of_groups, {name: float(loss) for name, loss in losses.items()}, group=loop.exchange.process_group)
     _say_spread(of_groups, loop.iteration)
     device = torch.cuda.current_device()
     means = {name: sum(of_group[name] for of_group in of_groups) / len(of_groups) for name in losses}

@@ -1,11 +1,14 @@
 """Megatron's optimizer with the outer loop around it."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 
+from pier_megatron.integration.all_groups import AllGroups
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
@@ -67,6 +70,8 @@ class PierOptimizer(ChainedOptimizer):
         loop: OuterLoop,
         copies: Copies,
         clock: Clock | None,
+        everyone: AllGroups | None = None,
+        gradients: dist.ProcessGroup | None = None,
     ) -> None:
         """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped.
 
@@ -76,6 +81,8 @@ class PierOptimizer(ChainedOptimizer):
             loop: Outer loop over the FP32 main parameters that this rank owns.
             copies: Check that copies of a parameter stay equal.
             clock: Clock by which this island rests, or None.
+            everyone: Megatron's process groups over all groups of the launch; None if there is one.
+            gradients: Communicator between the groups for gradients, with a lazy start.
         """
         # The layer-wise optimizer is a chain with ways of its own, and becomes a link.
         super().__init__(optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer])
@@ -85,7 +92,12 @@ class PierOptimizer(ChainedOptimizer):
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
         self.has_seen_samples = False
-        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups // loop.config.launches)
+        self._everyone = everyone
+        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups, gradients, everyone)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, Megatron's data-parallel groups are those of the whole launch."""
+        return contextlib.nullcontext() if self._everyone is None else self._everyone.together()
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock and the averaging domain of the gradients, before the first micro-batch.

@@ -1,12 +1,14 @@
 """What the groups read, and how much of it: not the same samples, and every rank of a group in step with the others."""
 
 import hashlib
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import own_world
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import GroupExchange
 
@@ -17,6 +19,41 @@ type DataIterator = RerunDataIterator | list[RerunDataIterator | None] | None
 """Megatron's, one for each model chunk where there are several; None on ranks that read nothing."""
 
 _BATCHES = "megatron.core.num_microbatches_calculator"
+
+
+def count_all_groups[**P, R](train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Lets Megatron's loop count the samples of all groups.
+
+    The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
+    name for ``parallel_state`` is replaced: everyone else asks for the size of the group's process groups, and gets it.
+    """
+    parallel_state, groups = versions.require("megatron.core", "parallel_state"), own_world.groups()
+    if groups == 1:
+        return train(*args, **kwargs)
+    counting = types.SimpleNamespace(**vars(parallel_state))
+    counting.get_data_parallel_world_size = lambda: groups * parallel_state.get_data_parallel_world_size()
+    with versions.replaced(versions.require("megatron.training", "training"), {"mpu": counting}):
+        return train(*args, **kwargs)
+
+
+def read_own_samples[**P, R](build_data_iterators: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Gives each group its share of the samples. The first group makes the index of the data sets, the others read it."""
+    parallel_state, settings, launch = (
+        versions.require("megatron.core", "parallel_state"),
+        versions.megatron_args(),
+        own_world.launch(),
+    )
+    if own_world.groups() == 1:
+        return build_data_iterators(*args, **kwargs)
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    number = launch.group if settings.pier_island is None else settings.pier_island
+    # Megatron's own means to answer with another size and rank than those of the process group.
+    place = {
+        "_MPU_DATA_PARALLEL_WORLD_SIZE": settings.pier_groups * size,
+        "_MPU_DATA_PARALLEL_RANK": number * size + rank,
+    }
+    with versions.replaced(parallel_state, place), launch.first_group_first("samples"):
+        return build_data_iterators(*args, **kwargs)
 
 
 def check_groups_read_different_samples(data_iterator: DataIterator, exchange: GroupExchange, device: torch.device) -> None:

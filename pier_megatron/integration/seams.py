@@ -12,19 +12,18 @@ from typing import Concatenate
 
 from pier_megatron import features
 from pier_megatron.integration import (
+    all_groups,
     arguments,
-    averaged_losses,
-    communication,
     datasets,
     elastic_island,
     evaluation,
     examination,
-    layer_wise,
-    own_group,
     own_log,
+    own_world,
+    samples,
     training,
 )
-from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
+from pier_megatron.integration.checkpoint import files, formats, groups_files, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -64,12 +63,16 @@ def used(rows: Iterable[Seam], args: argparse.Namespace) -> list[Seam]:
     return [row for row in rows if row.used_by(args)]
 
 
+def _in_groups(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.pier_groups > 1
+
+
+def _in_one_launch(args: argparse.Namespace) -> bool:
+    return _in_groups(args) and args.pier_lighthouse is None
+
+
 def _in_elastic_islands(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.pier_lighthouse is not None
-
-
-def _logs_norms(args: argparse.Namespace) -> bool:
-    return uses_pier(args) and args.log_params_norm
 
 
 def _saves_behind(args: argparse.Namespace) -> bool:
@@ -98,14 +101,13 @@ BEFORE_ARGUMENTS = (
 """What is replaced in every run that knows Pier's flags."""
 
 CORE = (
-    Seam(_PARALLEL_STATE, "initialize_model_parallel", own_group.form_groups),
-    Seam(_GROUPS, "ProcessGroupCollection.setup_process_groups_for_ddp", own_group.average_inside),
-    Seam(_LAYER_WISE, "get_grad_norm_fp32", layer_wise.over_own_group, used_by=_with_muon),
-    Seam(_LAYER_WISE, "count_zeros_fp32", layer_wise.over_own_group, used_by=_with_muon),
-    Seam(_LAYER_WISE, "LayerWiseDistributedOptimizer.sharded_state_dict", layer_wise.number_copies, used_by=_with_muon),
-    Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
-    Seam("megatron.core.timers", "Timers.__call__", own_log.wait_for_own_group),
-    Seam("megatron.core.timers", "dist_all_gather_func", own_log.gather_times_of_own_group),
+    Seam(
+        "megatron.core.rerun_state_machine",
+        "RerunStateMachine._reduce_any",
+        all_groups.vote_of_those_who_average,
+        used_by=_in_one_launch,
+    ),
+    Seam(_CHECKPOINTING, "save", groups_files.save_in_one_folder, used_by=_in_one_launch),
     Seam(_CHECKPOINTING, "load", files.load_whole_files),
     Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
     Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", formats.counting_padding),
@@ -124,33 +126,24 @@ TABLE = (
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, used_by=_with_muon, until="0.17"),
-    Seam(_TRAINING, "wrap_model_chunks_with_ddp", own_group.lay_out_inside, since="0.18"),
     Seam(_TRAINING, "train", training.train),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
     Seam(_TRAINING, "training_log", own_log.log_own_group),
-    # Elastic islands.
-    Seam(_TRAINING, "train", elastic_island.count_all_islands, is_outermost=True, used_by=_in_elastic_islands),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", elastic_island.read_own_samples, used_by=_in_elastic_islands),
+    # The world of a group, and its part of the run.
+    Seam(_INITIALIZE, "_initialize_distributed", own_world.form, used_by=_in_groups),
+    Seam(_TRAINING, "train", samples.count_all_groups, is_outermost=True, used_by=_in_groups),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", samples.read_own_samples, used_by=_in_groups),
+    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", all_groups.estimate_tokens, used_by=_in_groups, since="0.18"),
+    Seam(_TRAINING, "checkpoint_and_decide_exit", all_groups.end_together),
     Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join, used_by=_in_elastic_islands),
-    # Collectives between outer steps.
-    Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
-    Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together, used_by=_saves_behind),
-    Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group, used_by=_logs_norms),
-    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", communication.estimate_tokens, since="0.18"),
-    # Training scripts import it by name.
-    Seam(
-        "megatron.training.utils",
-        "average_losses_across_data_parallel_group",
-        averaged_losses.average_over_those_who_train_together,
-        is_imported=True,
-    ),
     # Checkpoints.
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),
     Seam(_TRAINING, "load_checkpoint", hooks.load),
+    Seam(_TRAINING, "maybe_finalize_async_save", groups_files.finalize_when_all_have_saved, used_by=_saves_behind),
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start, used_by=_saves_behind),
     *CORE,
     # pier-megatron doctor --start.

@@ -214,7 +214,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
     taken = Takes.of(config, loop.states, device_type).lines(config, device_type)
     said = [
         *lines(config, topology, who, taken, device_type),
-        *(f"WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *of_queues(loop))),
+        *(f"WARNING: {warning}" for warning in (*config.warnings(), *warnings, *of_queues(loop))),
     ]
     return "\n  ".join([f"Pier: {said[0]}", *said[1:]])
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import cautions, current, elastic_island, layer_wise, nccl_options, startup
+from pier_megatron.exchange.worlds import Launch
+from pier_megatron.integration import cautions, current, elastic_island, nccl_options, own_world, startup
+from pier_megatron.integration.all_groups import AllGroups
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
-from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.integration.own_group import own_process_groups, own_ranks, trains_as_one_instance
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
     DataIterator,
@@ -56,8 +56,6 @@ def build_optimizer[**P](
     get_megatron_optimizer: "Callable[P, MegatronOptimizer]", /, *args: P.args, **kwargs: P.kwargs
 ) -> "MegatronOptimizer":
     """Puts Pier around the optimizer that Megatron has built."""
-    if trains_as_one_instance(versions.megatron_args()):
-        kwargs["pg_collection"] = own_process_groups()
     optimizer = get_megatron_optimizer(*args, **kwargs)
     if not uses_pier(versions.megatron_args()):
         current.set_optimizer(None)
@@ -96,20 +94,18 @@ def with_outer_loop(
     if is_elastic:
         elastic_island.use_own_folders(versions.megatron_args())
     startup.check_folder("--save", versions.megatron_args().save)
-    topology = Topology.gather(_own_rank(config))
-    topology.check()
-    beside = topology.ranks_beside(dist.get_rank())
-    startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
-    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    launch, timeout = own_world.launch(), datetime.timedelta(minutes=args.distributed_timeout_minutes)
     between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
-    communicator = topology.new_communicator(timeout, between())
-    exchange = GroupExchange(communicator, config.codec)
+    exchange = GroupExchange(launch.connect("BETWEEN_GROUPS", timeout, between()), config.codec)
+    topology = Topology.gather(_own_rank(config), exchange.process_group)
+    topology.check()
+    beside = topology.ranks_beside(launch.rank)
+    startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
     sites = None
     if config.sites is not None:
-        inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
-        of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
-        sites = SiteExchange(exchange, *of_sites)
-    layer_wise.prepare(optimizer)
+        sites = SiteExchange(exchange, *_site_communicators(launch, config, args, timeout))
+    everyone = AllGroups(launch, model_chunks[0], timeout) if launch.groups > 1 else None
+    gradients = launch.connect("GRADIENTS", timeout, between()) if config.lazy_start else None
     membership = elastic_island.membership(config, topology, shards, device) if is_elastic else None
     copies = Copies(members, model_chunks, device)
     owner_of = {id(main): member for member in members for _, main in member.parameters()}
@@ -122,7 +118,7 @@ def with_outer_loop(
         shards,
         config,
         exchange,
-        group=own_ranks(),
+        group=dist.group.WORLD,
         device=device,
         inner_state=lambda main: owner_of[id(main)].state_of(main),
         store_inner_state=lambda main, tensors: owner_of[id(main)].store(main, tensors),
@@ -132,8 +128,8 @@ def with_outer_loop(
         sites=sites,
     )
     startup.check_groups_agree(loop)
-    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, own_ranks())
-    pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock)
+    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, _world())
+    pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock, everyone, gradients)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
     if config.overlap:
@@ -175,14 +171,29 @@ def _at_a_signal(args: argparse.Namespace, config: PierConfig) -> str:
     return "; ".join(said)
 
 
+def _site_communicators(
+    launch: Launch, config: PierConfig, args: argparse.Namespace, timeout: datetime.timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Communicators inside and across sites of the rank's peers."""
+    assert config.sites is not None
+    size, options = config.groups_in_site, functools.partial(nccl_options.options, args)
+    first = launch.group - launch.group % size
+    inside = launch.connect("INSIDE_SITES", timeout, options(nccl_options.INSIDE_SITES, timeout), range(first, first + size))
+    across = launch.connect(
+        "BETWEEN_SITES", timeout, options(nccl_options.BETWEEN_GROUPS, timeout), range(launch.group % size, config.groups, size)
+    )
+    return inside, across
+
+
 def _own_rank(config: PierConfig) -> Rank:
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    rank = dist.get_rank()
-    between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    peers = [rank] if between is None else dist.get_process_group_ranks(between)
-    tensor_parallel = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())[0]
-    node = node_name()
-    return Rank(rank, node, domain_name(rank, node, config.ranks_per_domain), peers.index(rank), tensor_parallel, peers[0])
+    launch, node = own_world.launch(), node_name()
+    tensor_parallel = dist.get_process_group_ranks(
+        versions.require("megatron.core", "parallel_state").get_tensor_model_parallel_group()
+    )[0]
+    first = launch.group * launch.ranks_of_group
+    return Rank(
+        launch.rank, node, domain_name(launch.rank, node, config.ranks_per_domain), launch.group, first + tensor_parallel
+    )
 
 
 def _report(report: OuterStepReport) -> None:
@@ -226,12 +237,12 @@ def take_step[R: tuple[object, ...]](
     # Elastic islands alone have a clock, and no lazy start.
     if optimizer.clock is not None:
         optimizer.clock.begin_iteration()
-    with confined_to_group(optimizer.model_chunks[0]) if loop.is_local else contextlib.nullcontext():
+    with contextlib.nullcontext() if loop.is_local else optimizer.together():
         result = step()
     if optimizer.clock is not None:
         optimizer.clock.end_iteration(scheduler)
     _, _, _, should_exit, exit_code, *_ = result
-    if should_exit and (not loop.is_local or loop.config.groups == loop.config.launches):
+    if should_exit and (not loop.is_local or loop.exchange.size == 1):
         # Megatron saves what there was before the iteration.
         loop.take_back_iteration()
     elif should_exit:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from pier_megatron.integration import own_world
+
 # Name of a set of copies, and the ranks that hold different parts.
 _Copy = tuple[Any, ...]
 
@@ -64,7 +66,7 @@ def _copy(parameter: torch.Tensor, name: str, number: int) -> _Copy:
 
 def _group() -> int:
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    return between.rank() if between is not None else 0
+    return between.rank() if between is not None else own_world.launch().group
 
 
 def _part(owner: Any, parameter: torch.Tensor, main: torch.Tensor) -> _Copy:

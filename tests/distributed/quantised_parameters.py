@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from pier_megatron.integration import current
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.integration.own_group import own_data_parallel_ranks
+from pier_megatron.integration.own_world import own_data_parallel_ranks
 
 _FP8 = torch.float8_e4m3fn
 _aten = torch.ops.aten

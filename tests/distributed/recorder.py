@@ -46,7 +46,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from writers import fork_what_hands_over_results  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, examination, seams  # noqa: E402
+from pier_megatron.integration import current, examination, own_world, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 from pier_megatron.megatron_api import run as training_under_way  # noqa: E402
@@ -83,14 +83,17 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
     """A communicator that lives until :meth:`end`: for each connection it takes gloo up to 10 ms to end, one after the other.
 
     Attributes:
-        made: Those that live; the first one is that of all ranks.
+        made: Those that live.
+        has_made: Whether there was one.
     """
 
     made: ClassVar[list[Any]] = []
+    has_made: ClassVar[bool] = False
 
     def __init__(self, *place: Any, **options: Any) -> None:
         super().__init__(*place, **options)
-        if not self.made:
+        if not self.has_made:
+            type(self).has_made = True
             self.let_others_run_first()
         self.made.append(self)
 
@@ -108,8 +111,8 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
 
     @classmethod
     def end(cls) -> None:
-        """Ends all but the first, at the same time."""
-        threads = [threading.Thread(target=cls.made.pop) for _ in cls.made[1:]]
+        """Ends them at the same time."""
+        threads = [threading.Thread(target=cls.made.pop) for _ in cls.made]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -160,7 +163,7 @@ class Recorder:
         if self.census is not None:
             self.census.__exit__(None, None, None)
             self.record.setdefault("census", {})[self.iteration - 1] = self.census.collectives
-        self.census = CollectiveCensus()
+        self.census = CollectiveCensus(own_world.launch())
         self.census.__enter__()
 
     def save_fragments(self) -> None:
@@ -248,6 +251,9 @@ class Recorder:
         return stale
 
     def save_weights(self, name: str) -> None:
+        if own_world.launch().group:
+            # Those of the first group are saved.
+            return
         path = self.directory / name
         if dist.get_rank() == 0:
             path.mkdir(parents=True)
@@ -281,15 +287,15 @@ class Recorder:
         self.record["group_of"] = group_of_every_rank()
         self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
         self.record["P2P waits for the device"] = get_model_config(self.model[0]).batch_p2p_sync if self.model else None
-        self.record["group"] = 0
+        self.record["group"] = self.record["group_of"][own_world.launch().rank]
         self.record["data_parallel_rank"] = parallel_state.get_data_parallel_rank()
-        inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-        if inter is not None:
-            self.record["group"] = inter.rank()
 
 
 def group_of_every_rank() -> dict[int, int]:
-    """The Pier group of each global rank, by Megatron's own communicators."""
+    """The group of each rank of the launch; with a stock optimizer, its instance by Megatron's own communicators."""
+    launch = own_world.launch()
+    if launch.groups > 1:
+        return {rank: rank // launch.ranks_of_group for rank in range(launch.size)}
     inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     groups = [0] * dist.get_world_size()
     dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
@@ -408,14 +414,32 @@ def forget_run() -> None:
     ):  # From 0.18 on it keeps the groups over which it averages statistics of experts.
         importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
     # Megatron forgets its communicators but leaves their threads, hundreds after a few trainings.
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     # Collects the garbage of this run; the next training begins without it.
     training_under_way.begin()
     # What has outlived this run outlives the next ones, which need not look through it for garbage.
     gc.freeze()
     Communicator.end()
+
+
+class Keys:
+    """Keys of one training in the store that the launch has for all of them."""
+
+    def __init__(self, name: str) -> None:
+        self._place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        all_keys = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._store = dist.PrefixStore(name, all_keys)
+        # The function of the package hides the module of its name.
+        sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = lambda url, **options: iter(
+            [(self._store, *self._place)]
+        )
+
+    def meet_all_ranks(self) -> None:
+        """Waits for all ranks, whatever their worlds were."""
+        if self._store.add("ended", 1) == self._place[1]:
+            self._store.set("all have ended", "")
+        self._store.wait(["all have ended"])
 
 
 def print_to(log: Path) -> None:
@@ -449,9 +473,11 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
     # Those of all runs, beneath what looks on from above: each passes through where a run does not use it.
     install([row for row in seams.TABLE if row.around.__module__ != examination.__name__])
     look_on_from_above()
+    said = sys.stdout
     for run in specification:
         name, argv = run["name"], run["argv"]
         rank = os.environ["RANK"]
+        keys = Keys(name)
         print_to(directory / f"{name}-rank{rank}.txt")
         recorder = Recorder(run["probes"], directory / name)
         record = directory / f"{name}-rank{rank}.pt"
@@ -468,6 +494,7 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
         else:
             assert not run["fails"], f"{name} should have failed"
             recorder.finish(record)
-        dist.barrier()
+        keys.meet_all_ranks()
         forget_run()
+        sys.stdout = said
     sys.stdout.flush()

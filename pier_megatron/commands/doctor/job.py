@@ -77,7 +77,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
     with findings.collecting():
         topology.check()
     findings.notes += startup.lines(config, topology, topology.describe(), taken, planned_sizes.device_type(args))
-    findings.warnings += [*config.warnings(), *topology.warnings(), *cautions.warnings(args, config)]
+    findings.warnings += [*config.warnings(), *cautions.warnings(args, config)]
     return len(topology.members(0))
 
 

@@ -70,16 +70,14 @@ class RunPosition:
     slices: Sequence[Sequence[tuple[Tensor, slice]]]
 
     @property
-    def in_launch(self) -> range:
-        """The groups of this launch, which save into one folder and load together."""
-        size = self.config.groups // self.config.launches
-        first = self.group - self.group % size
-        return range(first, first + size)
+    def groups(self) -> int:
+        """Number of groups that save into one folder, where an elastic island is alone."""
+        return self.config.groups // self.config.launches
 
     @property
     def number(self) -> int:
-        """The number of the group in the folder, where an elastic island is alone."""
-        return self.group - self.in_launch.start
+        """The number of the group in the folder."""
+        return self.group % self.groups
 
     def describe(self, iteration: int, **content: Any) -> Description:
         """Describes this run, and what of it is stored."""
@@ -165,7 +163,7 @@ def _state_of(owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]
     return ShardedState(owner, tensors) if isinstance(owner, ShardedOptimizer) else WholeState(owner, tensors)
 
 
-def sharded_object(group: int, rank: int, data: object, copy: tuple[int, int]) -> "ShardedObject":
+def sharded_object(group: int, rank: int, data: object, copy: int) -> "ShardedObject":
     """The object of one rank of a group, under a key of its own: a load must not have to ask for those of all ranks."""
     cls = versions.require("megatron.core.dist_checkpointing.mapping", "ShardedObject")
     return cls(f"{group_prefix(group)}.rank_{rank}.objects", data, (1,), (0,), replica_id=copy)

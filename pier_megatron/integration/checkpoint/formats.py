@@ -65,27 +65,13 @@ class ShardedState(ParameterState):
     Megatron stores them under the names ``param``, ``exp_avg`` and ``exp_avg_sq``.
     """
 
-    def sharded(
-        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
-    ) -> "ShardedStateDict":
+    def sharded(self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool) -> "ShardedStateDict":
         """Describes the tensors as Megatron describes the optimizer's state."""
         kind = format_of(metadata)
         write, _ = _FORMATS[kind]
-        numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
-        with self._in_place_of_the_state(kind), versions.replaced(self.owner.optimizer, numbered):
+        with self._in_place_of_the_state(kind):
             state: ShardedStateDict | None = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
-        mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
-        dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
         versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
-        # Memory-efficient, one data-parallel rank writes for all, and the others have nothing.
-        if state is not None and copy is not None and kind == "fully_reshardable":
-            # Copies are numbered over all data-parallel ranks there, group after group.
-            ahead = (
-                self.owner.optimizer.distributed_optimizer_instance_id - copy
-            ) * self.owner.optimizer.data_parallel_group.size()
-            for value in dict_utils.nested_values(state):
-                if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory):
-                    value.replica_id = (*value.replica_id[:-1], value.replica_id[-1] - ahead)
         return state
 
     def load(self, state: "StateDict", metadata: Metadata) -> None:

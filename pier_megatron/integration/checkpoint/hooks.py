@@ -1,7 +1,7 @@
 """Hooks the plugin into how Megatron saves and loads checkpoints."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,26 +14,32 @@ from pier_megatron.integration import current, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES
 from pier_megatron.integration.checkpoint.files import refusal
+from pier_megatron.integration.checkpoint.groups_files import folder_of_group
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.inner.choice import owners
-from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint
+from pier_megatron.outer import OuterLoop
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 
+# Where Megatron keeps checkpoints that the next one replaces.
+_APART = "non_persistent_global_ckpt_dir"
+
+
 def _place(optimizer: "PierOptimizer") -> RunPosition:
-    loop = optimizer.loop
+    loop, ranks = optimizer.loop, dist.group.WORLD
+    assert ranks is not None
     return RunPosition(
         config=loop.config,
         device_type=loop.device.type,
         # An elastic island is alone in the launch.
         group=(loop.config.island or 0) + loop.exchange.rank,
-        ranks=own_ranks(),
+        ranks=ranks,
         owners=owners(optimizer, optimizer.model_chunks),
         slices=[list(state.slices()) for state in loop.states],
     )
@@ -55,7 +61,8 @@ def describe_the_run[**P](
 @current.in_pier_runs
 def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Saves the weights that the groups agree on as the model, and adds each group's own state."""
-    scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
+    given = versions.given(save_checkpoint, args, kwargs)
+    scheduler = given["opt_param_scheduler"]
     loop, place = pier.loop, _place(pier)
     snapshot, checksums = loop.snapshot(), loop.checksums()
     with contextlib.ExitStack() as stack:
@@ -63,6 +70,10 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
         trained = None if loop.is_synchronised else stack.enter_context(shown)
         saving = Saving(place, snapshot, checksums, trained, scheduler)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
+        stack.enter_context(versions.with_megatron_args(_of_group(loop, given)))
+        if loop.exchange.rank and versions.megatron_args().no_save_optim:
+            # The weights are those of the first group.
+            return None  # type: ignore[return-value]
         try:
             return save_checkpoint(*args, **kwargs)
         except (Exception, CheckpointException) as error:
@@ -71,6 +82,19 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
                 "remove the cause and start again from the last."
             )
             raise
+
+
+def _of_group(loop: OuterLoop, given: Mapping[str, object]) -> dict[str, object]:
+    """Megatron's arguments by which a group other than the first saves into its own folder inside the checkpoint's."""
+    settings, group = versions.megatron_args(), loop.exchange.rank
+    if not group:
+        return {}
+    apart = getattr(settings, _APART, None)
+    root = Path(settings.save)
+    if given.get("non_persistent_ckpt"):
+        root = Path(apart or root / "non_persistent")
+    folder = str(folder_of_group(root / f"iter_{loop.iteration:07d}", group))
+    return {"save": folder} | ({} if apart is None else {_APART: folder})
 
 
 @current.in_pier_runs

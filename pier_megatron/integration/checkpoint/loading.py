@@ -1,7 +1,7 @@
 """How a run resumes from a checkpoint of its own or of another run."""
 
-import collections
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.all_groups import any_group
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.description import ENTRY, Description, Metadata, checksum_name, group_prefix
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
@@ -77,40 +78,24 @@ class Loading:
         if request is None:
             return stock
         saved = request.saved
-        # Each group that continues with the inner state of a saved one reads its own copy.
-        before_this = range(place.in_launch.start, place.group)
-        copies = collections.Counter(source for group in before_this for source in self._inner_sources(saved, group))
-        copies_of_outer = collections.Counter(
-            source for group in before_this for source in self._outer_sources(saved, request.present, group)
-        )
         entry: ShardedStateDict = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             for holder in request.outer_sources:
                 target = outer if len(request.outer_sources) == 1 else outer.zeros_on_host()
-                copy = None if holder is None else copies_of_outer[holder]
                 outer_prefix = saved.outer_prefix(holder, index)
-                entry[f"outer{index}.{holder}"] = target.sharded(model_state, metadata, outer_prefix, True, copy)
+                entry[f"outer{index}.{holder}"] = target.sharded(model_state, metadata, outer_prefix, is_loading=True)
         apart = [source for source in request.inner_sources if saved.is_apart(source)]
         for index, inner in enumerate(place.inner_states()):
             for source in apart:
                 # Not into the parameters themselves: in FP32 they are the model's, and its weights are yet to be loaded.
                 target = inner.zeros_on_host()
                 prefix = f"{group_prefix(source)}.{index}"
-                entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copies[source])
-        first = request.inner_sources[0]
-        before = sum(self._inner_sources(saved, group)[0] == first for group in before_this)
+                entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, is_loading=True)
         rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
-        entry["objects"] = sharded_object(first, rank, None, copy=(before, copy))
+        entry["objects"] = sharded_object(request.inner_sources[0], rank, None, copy)
         if request.is_exact:
             entry["tensors"] = place.sharded_tensors(place.number, place.exact_tensors(request.snapshot))
         return {**(without_sharded(stock) if apart == request.inner_sources else stock), ENTRY: entry}
-
-    def _inner_sources(self, saved: Description, group: int) -> list[int]:
-        config = self._place.config
-        return saved.sources(group, config.groups, config.load_inner_state)
-
-    def _outer_sources(self, saved: Description, present: Description, group: int) -> list[int | None]:
-        return saved.outer_sources(group, present, self._place.config.load_inner_state)
 
     def _asked_of(self, saved: Description, metadata: Metadata) -> _Request:
         place, loop = self._place, self._loop
@@ -139,8 +124,8 @@ class Loading:
             saved.has_layout_of(present),
             changes,
             metadata,
-            self._inner_sources(saved, place.group),
-            self._outer_sources(saved, present, place.group),
+            saved.sources(place.group, config.groups, config.load_inner_state),
+            saved.outer_sources(place.group, present, config.load_inner_state),
             snapshot,
         )
 
@@ -236,9 +221,8 @@ class Loading:
         [source, *others] = request.outer_sources
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
-        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, wrong)
-        if names := [name for name in found if any(name in of_rank for of_rank in of_ranks)]:
+        votes = any_group(self._loop, [name in wrong for name in found])
+        if names := [name for name, is_wrong in zip(found, votes, strict=True) if is_wrong]:
             what = f"the {' and the '.join(names)} of iteration {saved.iteration}"
             raise PierConfigError(
                 f"--load {versions.megatron_args().load}: {what} are not what was saved: their checksums differ. The files are "
@@ -270,7 +254,12 @@ class _Mean:
         dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._place.ranks)
         if not is_finite:
             if self._place.ranks.rank() == 0:
-                print(f" Pier: group {self._place.group} takes the mean without saved group {source}, not finite", flush=True)
+                # Whichever group it is.
+                print(
+                    f" Pier: group {self._place.group} takes the mean without saved group {source}, not finite",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return
         self._sums = self._sums or [state.zeros_on_host() for state in states]
         self._number += 1

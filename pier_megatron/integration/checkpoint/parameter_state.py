@@ -28,9 +28,7 @@ class ParameterState(abc.ABC):
         self.owner, self.tensors = owner, tensors
 
     @abc.abstractmethod
-    def sharded(
-        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
-    ) -> "ShardedStateDict":
+    def sharded(self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool) -> "ShardedStateDict":
         """Describes the tensors as Megatron describes an optimizer's state.
 
         Args:
@@ -38,8 +36,6 @@ class ParameterState(abc.ABC):
             metadata: Metadata of the checkpoint.
             prefix: Prefix of all keys.
             is_loading: Whether the tensors are to be read.
-            copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
-                every group.
         """
 
     @abc.abstractmethod

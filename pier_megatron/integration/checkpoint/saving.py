@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object
 from pier_megatron.integration.checkpoint.description import ENTRY, Metadata, checksum_name, group_prefix, groups_apart
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import random_states
@@ -46,7 +46,7 @@ class Saving:
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
         # Each group saves its own where groups hold different ones.
         has_common = place.config.has_common_anchor
-        self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_launch)))
+        self._holders: list[int | None] = [None] if has_common else list(range(place.groups))
         progress = snapshot.progress
         self.description = place.describe(
             progress.iteration,
@@ -96,28 +96,26 @@ class Saving:
         entry: ShardedStateDict = {}
         prefix = group_prefix(group)
         has_own = self.description.is_apart(group)
-        holder, copy = (None, None) if self.description.has_common_outer_state else (group, 0)
-        for index, outer in enumerate(place.outer_states(snapshot)):
+        holder = None if self.description.has_common_outer_state else group
+        # What all groups agree on the first one stores.
+        for index, outer in enumerate(() if holder is None and group else place.outer_states(snapshot)):
             outer_prefix = self.description.outer_prefix(holder, index)
-            entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
+            entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False)
         for index, inner in enumerate(self._inner_states if has_own else ()):
-            entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False, copy=0)
+            entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False)
         objects = {
             "inner": [owner.settings() for owner in place.owners],
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
             "trained": snapshot.progress.trained,
         }
-        entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
+        entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=0)
         if exact := place.sharded_tensors(group, place.exact_tensors(snapshot)):
             # Not if there are none: Megatron would store the empty dict, for one of the optimizers that it counts in a chain.
             entry["tensors"] = exact
         if versions.megatron_args().async_save:
             parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum))
             _copy_host_memory(entry, {part.data_ptr() for part in parts})
-        if snapshot.progress.is_local and group > 0:
-            # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
-            stock = without_sharded(stock)
         return {**stock, ENTRY: entry}
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.inner.whole import WholeOptimizer
-from pier_megatron.integration.own_group import own_number
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -21,9 +20,7 @@ class WholeState(ParameterState):
 
     owner: WholeOptimizer
 
-    def sharded(
-        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
-    ) -> "ShardedStateDict":
+    def sharded(self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool) -> "ShardedStateDict":
         """Describes the tensors in the manner of the model's."""
         module = "megatron.core.dist_checkpointing.optimizer"
         parameters = list(self.owner.parameters())
@@ -31,17 +28,13 @@ class WholeState(ParameterState):
             model_state, [model for model, _ in parameters]
         )
         make = versions.require(module, "make_sharded_optimizer_tensor")
-        group = own_number()
-        number = group if copy is None else copy
         state: ShardedStateDict = {}
         for index, (_, main) in enumerate(parameters):
             for name, tensor in self.tensors[id(main)].items():
                 state[f"{index}.{name}"] = sharded = make(of_model[index], tensor, f"{prefix}.{name}")
-                *place, of_model_copy = sharded.replica_id
-                # One rank of a group has the tensor, where the model has copies on all of its data-parallel ranks; or all of
-                # them have it, which are numbered over the whole launch, group after group.
-                own = 0 if self.owner.is_shared_out else of_model_copy - group * self.owner.copies
-                sharded.replica_id = (*place, number * self.owner.copies + own)
+                if self.owner.is_shared_out:
+                    # One rank has the tensor, where the model has copies on all data-parallel ranks.
+                    sharded.replica_id = (*sharded.replica_id[:-1], 0)
         return state
 
     def load(self, state: "StateDict", metadata: Metadata) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.own_group import own_data_parallel_ranks
+from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.outer import Shards
 
 if TYPE_CHECKING:

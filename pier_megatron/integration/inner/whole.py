@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.own_group import own_data_parallel_ranks
+from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
