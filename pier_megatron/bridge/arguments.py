@@ -134,6 +134,14 @@ class BridgeLoop:
         """Weights & Biases, or None."""
         return getattr(self.state, "wandb_logger", None)
 
+    def signal_handler(self) -> object:
+        """What has received signals."""
+        return self.state.signal_handler  # type: ignore[attr-defined]
+
+    def begun(self) -> float:
+        """Time at which training began, in seconds since the epoch."""
+        return float(self.state.start_time)  # type: ignore[attr-defined]
+
     @contextlib.contextmanager
     def own_words(self) -> Iterator[None]:
         """Inside, refusals and notes on errors name settings of the configuration, not flags."""

@@ -11,7 +11,6 @@ from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.errors import PierConfigError, suggestion
 from pier_megatron.flags import REMOVED
 from pier_megatron.integration.arguments import check_arguments
-from pier_megatron.integration.own_group import own_process_groups, trains_as_one_instance
 from pier_megatron.integration.training import with_outer_loop
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.settings import PluginSettings, Settings
@@ -62,7 +61,7 @@ class PierOptimizerConfig(OptimizerConfig):
     try_any_megatron: bool = PluginSettings.try_any_megatron
 
     def finalize(self) -> None:
-        """Checks what Megatron-Bridge checks; AdamW under the distributed optimizer, whose instances are Pier's groups."""
+        """Checks what Megatron-Bridge checks; AdamW under the distributed optimizer."""
         self.use_distributed_optimizer = self.optimizer == "adam"
         super().finalize()
 
@@ -95,7 +94,7 @@ class PierOptimizerConfig(OptimizerConfig):
             model_chunks=model_chunks,
             config_overrides=config_overrides,
             use_gloo_process_groups=use_gloo_process_groups,
-            pg_collection=own_process_groups() if trains_as_one_instance(loop.arguments()) else pg_collection,
+            pg_collection=pg_collection,
         )
         with loop.own_words():
             return with_outer_loop(optimizer, model_chunks, loop.arguments(), loop.in_own_words)

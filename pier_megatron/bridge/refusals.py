@@ -26,8 +26,7 @@ _REFUSED = {
 
 def refused(config: Any) -> list[str]:
     """Messages of settings of a ``ConfigContainer`` that cannot work, each with its reason."""
-    inner, groups = config.optimizer.optimizer, config.optimizer.groups
-    instances = config.ddp.num_distributed_optimizer_instances
+    inner = config.optimizer.optimizer
     shares = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
     given = f"config.optimizer.optimizer='{inner}'"
     table = (
@@ -43,11 +42,6 @@ def refused(config: Any) -> list[str]:
                 "layer-wise optimizer, which shards the work. Set it to False, or use flags.",
             )
             for path in shares
-        ),
-        (
-            instances not in (1, groups),
-            f"config.ddp.num_distributed_optimizer_instances={instances} contradicts config.optimizer.groups={groups}: a Pier "
-            "group is a distributed-optimizer instance, and PierOptimizerConfig sets their number. Drop the former.",
         ),
     )
     return [message for holds, message in table if holds]

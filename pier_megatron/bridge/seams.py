@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.bridge import training
-from pier_megatron.integration import communication, datasets, evaluation, own_log
+from pier_megatron.integration import all_groups, datasets, evaluation, own_log
 from pier_megatron.integration import seams as of_flags
-from pier_megatron.integration.checkpoint import helpers, hooks
+from pier_megatron.integration.checkpoint import groups_files, helpers, hooks
 from pier_megatron.megatron_api import run
 from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
 from pier_megatron.processes import end_with_one_message
@@ -44,17 +44,19 @@ TABLE = (
     Seam(_TRAIN, "_dummy_train_step", training.skip_iteration),
     Seam(_TRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_PRETRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
-    Seam(_EVAL, "evaluate", evaluation.evaluate_each),
+    Seam(_EVAL, "evaluate", training.evaluate),
     Seam(_TRAIN, "training_log", own_log.log_own_group),
-    # Collectives between outer steps.
-    Seam(_TRAIN, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
-    Seam(_CHECKPOINTING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
-    Seam(_TRAIN, "calc_params_l2_norm", communication.in_the_group),
+    # The world of a group, and its part of the run.
+    Seam("megatron.bridge.training.initialize", "_initialize_distributed", training.form),
+    Seam("megatron.bridge.training.setup", "setup_data_iterators", training.read_own_samples),
+    Seam(_PRETRAIN, "train", training.train),
+    Seam(_TRAIN, "checkpoint_and_decide_exit", all_groups.end_together),
     Seam(_FLOPS, "resolve_global_flops_runtime_stats", training.count_own_tokens, since="0.19"),
     # Checkpoints.
     Seam(_CHECKPOINTING, "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_CHECKPOINTING, "save_checkpoint", hooks.save),
     Seam(_CHECKPOINTING, "load_checkpoint", training.load),
+    Seam(_CHECKPOINTING, "maybe_finalize_async_save", groups_files.finalize_when_all_have_saved),
     Seam("megatron.bridge.training.state", "GlobalState.initialize_async_checkpoint_worker", helpers.start),
 )
 """What a run under Megatron-Bridge replaces besides :data:`pier_megatron.integration.seams.CORE`."""

@@ -1,6 +1,7 @@
 """Megatron-Bridge's training loop: where a configuration is checked, where an iteration begins."""
 
-import functools
+import datetime
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any
 from pier_megatron.bridge import refusals
 from pier_megatron.bridge.arguments import BridgeArguments, BridgeLoop
 from pier_megatron.errors import Problems
-from pier_megatron.integration import cautions, current
+from pier_megatron.integration import cautions, current, own_world
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
-from pier_megatron.integration.own_group import own_data_parallel_ranks
+from pier_megatron.integration.evaluation import evaluate_each, evaluates_together
+from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
 
+# Names under Megatron-Bridge: of the functions that tell a rank's place, of arguments with process groups.
+_PLACE, _LOADERS, _COLLECTION = ("get_rank_safe", "get_world_size_safe"), ("dp_group", "eval_dp_group"), "pg_collection"
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -47,12 +51,13 @@ def _prepare(config: Any, arguments: Any) -> None:
     # Last: an inner optimizer that is none here, or layer-wise, is refused in the table's words.
     of_flags.refuse_for_inner_optimizer(arguments)
     cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
-    # Megatron builds other optimizers in one instance only, see own_group.
-    config.ddp.num_distributed_optimizer_instances = 1
     if pier.optimizer == "adam":
-        config.ddp.num_distributed_optimizer_instances = pier.groups
         config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
     name_iteration(config.checkpoint)
+
+
+def _process_groups(model: Any) -> Any:
+    return versions.require("megatron.bridge.training.utils.pg_utils", "get_pg_collection")(model)
 
 
 def name_iteration(checkpoint: Any) -> None:
@@ -62,6 +67,62 @@ def name_iteration(checkpoint: Any) -> None:
         checkpoint.load, checkpoint.ckpt_step = str(folder.parent), int(iteration[1])
 
 
+def form(initialize_distributed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Lets the world that Megatron-Bridge forms be that of this rank's group."""
+    loop = run.loop()
+    if not isinstance(loop, BridgeLoop) or own_world.groups() == 1:
+        return initialize_distributed(*args, **kwargs)
+    common, minutes = "megatron.bridge.utils.common_utils", loop.config.dist.distributed_timeout_minutes
+    for name in ("master_addr", "master_port"):
+        # As Megatron-Bridge itself does, under Slurm without torchrun.
+        os.environ.setdefault(name.upper(), str(versions.require(common, f"get_{name}_safe")()))
+    given = versions.given(initialize_distributed, args, kwargs)
+    rank, size = (versions.require(common, name)() for name in _PLACE)
+    with loop.own_words():
+        divided = own_world.divide(
+            rank, size, own_world.groups(), datetime.timedelta(minutes=minutes), given.get("restart_store")
+        )
+    place = dict(zip(_PLACE, (lambda: divided.rank_in_group, lambda: divided.ranks_of_group), strict=True))
+    with versions.replaced(versions.require("megatron.bridge.training", "initialize"), place):
+        return versions.called_with(initialize_distributed, args, kwargs, {"restart_store": divided.store_of_group})
+
+
+@current.in_pier_runs
+def read_own_samples(set_up: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Gives each group its share of the samples. The first group makes the index of the data sets, the others read it."""
+    given = versions.given(set_up, args, kwargs)
+    widened = {name: optimizer.widened(given[name]) for name in _LOADERS if given.get(name) is not None}
+    with own_world.first_group_first("samples"):
+        return versions.called_with(set_up, args, kwargs, widened)
+
+
+@current.in_pier_runs
+def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets the loop count the samples and the ranks of all groups."""
+    given, launch = versions.given(train, args, kwargs), own_world.launch()
+    if launch.groups == 1:
+        return train(*args, **kwargs)
+    whole = {_PLACE[1]: lambda: launch.size}
+    modules = [versions.require("megatron.bridge.training", name) for name in ("train", "utils.train_utils")]
+    with versions.replaced(modules[0], whole), versions.replaced(modules[1], whole):
+        counting = optimizer.collection(given[_COLLECTION], ["dp"])
+        return versions.called_with(train, args, kwargs, {_COLLECTION: counting})
+
+
+@current.in_pier_runs
+def evaluate(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Evaluates over all groups of the launch, on the share of the samples of each."""
+    given = versions.given(evaluate, args, kwargs)
+
+    def evaluate_share() -> Any:
+        own = _process_groups(given["model"])
+        if not evaluates_together(optimizer.loop):
+            own = optimizer.collection(own, ["dp"])
+        return versions.called_with(evaluate, args, kwargs, {_COLLECTION: own})
+
+    return evaluate_each(evaluate_share)
+
+
 @current.in_pier_runs
 def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Tells the outer loop of the iteration, and averages over all groups or the own one."""
@@ -69,7 +130,11 @@ def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **
     state, loop = given["global_state"], run.loop()
     assert isinstance(loop, BridgeLoop)
     loop.state = state
-    step = functools.partial(train_step, *args, **kwargs)
+
+    def step() -> Any:
+        # The model's own, which are those of all groups while these average gradients.
+        return versions.called_with(train_step, args, kwargs, {_COLLECTION: _process_groups(given["model"])})
+
     with loop.own_words():
         return take_step(optimizer, state.train_state.step + 1, given["data_iterator"], given["scheduler"], step)
 

@@ -78,7 +78,7 @@ class Launch:
         if len(joined) == 1:
             return None
         ranks = [group * self.ranks_of_group + self.rank_in_group for group in joined]
-        return self._communicator(f"{name}/{ranks}", name, ranks, timeout, options)
+        return self._communicator(f"{name}/{ranks[0]}", name, ranks, timeout, options)
 
     def widened(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """Connects the ranks of a process group with those in their places in all groups, group after group.
@@ -101,33 +101,37 @@ class Launch:
     def _communicator(
         self, key: str, name: str, ranks: Sequence[int], timeout: datetime.timedelta, options: Any = None
     ) -> dist.ProcessGroup:
-        keys, place = dist.PrefixStore(f"pier/{key}", self.store), (ranks.index(self.rank), len(ranks))  # type: ignore[attr-defined]
+        keys: Any = dist.PrefixStore(f"pier/{key}", self.store)  # type: ignore[attr-defined]
+        place = ranks.index(self.rank), len(ranks)
         group, kinds = dist.ProcessGroup(keys, *place), dist.ProcessGroup.BackendType
-        if dist.get_backend() == "nccl":
+        if "nccl" in dist.get_backend():
             options = options or dist.ProcessGroupNCCL.Options()
             options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), f"pier/{key}"
             backend: Any = dist.ProcessGroupNCCL(keys, *place, options)
-            kind, devices = kinds.NCCL, ("cuda",)
+            kind, devices = kinds.NCCL, ["cuda"]
         else:
             # By its present name: what stands in for a GPU replaces it.
-            backend = distributed_c10d.ProcessGroupGloo(keys, *place, timeout=timeout)  # type: ignore[attr-defined]
-            kind, devices = kinds.GLOO, ("cpu", "cuda")
+            backend = distributed_c10d.ProcessGroupGloo(keys, *place, timeout=timeout)
+            kind, devices = kinds.GLOO, ["cpu", "cuda"]
         backend._set_sequence_number_for_group()
         group._set_default_backend(kind)
         for device in devices:
             group._register_backend(torch.device(device), kind, backend)
-        _make_known(group, f"pier/{key}", f"{DESCRIPTION}{name}", ranks, keys)
+        # PyTorch numbers by the world of this group, in which ranks of others are below zero or beyond its end.
+        first = self.group * self.ranks_of_group
+        _make_known(group, f"pier/{key}", f"{DESCRIPTION}{name}", [rank - first for rank in ranks], keys)
         return group
 
 
 def _make_known(group: dist.ProcessGroup, name: str, description: str, ranks: Sequence[int], store: Any) -> None:
     """Enters a communicator in PyTorch's tables: errors name it, what lists ranks lists it, and it ends with the others."""
-    group._set_group_name(name)
+    known = distributed_c10d.GroupName(name)
+    group._set_group_name(known)
     group._set_group_desc(description)
-    _distributed_c10d._register_process_group(name, group)
+    _distributed_c10d._register_process_group(known, group)
     world, backend = distributed_c10d._world, dist.get_backend()
     world.pg_map[group] = (backend, store)
-    world.pg_names[group] = name
+    world.pg_names[group] = known
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(backend)))
     world.pg_to_tag[group] = name

@@ -5,6 +5,7 @@ that is missing here changes a statistic of the lazy start; between outer steps 
 """
 
 import contextlib
+import copy
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,14 +50,22 @@ class AllGroups:
         self._launch, self._timeout = launch, timeout
         self._widened: dict[tuple[int, ...], dist.ProcessGroup] = {}
         parallel_state, collection = versions.require("megatron.core", "parallel_state"), _collection(model_chunk)
-        names, of_collection = _DATA_PARALLEL, _OF_COLLECTION
-        if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
-            names, of_collection = (*names, _BALANCING), (*of_collection, _BALANCING_OF_COLLECTION)
-        owned = [(parallel_state, names)] if collection is None else [(parallel_state, names), (collection, of_collection)]
-        self._replaced = [
-            (owner, {name: self.widened(group) for name in of_owner if (group := getattr(owner, name, None)) is not None})
-            for owner, of_owner in owned
-        ]
+        balances = versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None
+        names = [*_DATA_PARALLEL, *([_BALANCING] if balances else ())]
+        of_collection = [*_OF_COLLECTION, *([_BALANCING_OF_COLLECTION] if balances else ())]
+        self._replaced = [(parallel_state, self._all_of(parallel_state, names))]
+        if collection is not None:
+            self._replaced.append((collection, self._all_of(collection, of_collection)))
+
+    def _all_of(self, owner: object, names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
+        found = {name: getattr(owner, name, None) for name in names}
+        return {name: self.widened(group) for name, group in found.items() if group is not None}
+
+    def collection(self, own: "ProcessGroupCollection", names: Sequence[str]) -> "ProcessGroupCollection":
+        """A copy of a collection of this group, with some of its process groups widened to all groups."""
+        widened = copy.copy(own)
+        vars(widened).update(self._all_of(own, names))
+        return widened
 
     def widened(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The ranks of a process group and those in their places in the other groups; called by all ranks of the launch."""

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.exchange.topology import some_of
-from pier_megatron.exchange.worlds import DESCRIPTION, Launch
+from pier_megatron.exchange.worlds import Launch
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -68,11 +68,9 @@ class CollectiveCensus(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _ranks(self, group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
-        # Those of the plugin's own communicators are of the launch, all others of the group's world.
-        first = 0 if group.group_desc.startswith(DESCRIPTION) else self._first
-        everyone = tuple(first + rank for rank in dist.get_process_group_ranks(group))
+        everyone = tuple(self._first + rank for rank in dist.get_process_group_ranks(group))
         peer = next((given[name] for name in ("dst", "src") if name in given), None)
-        return everyone if peer is None else tuple(sorted({first + dist.get_rank(), everyone[peer]}))
+        return everyone if peer is None else tuple(sorted({self._first + dist.get_rank(), everyone[peer]}))
 
     def crossing(self, group_of: Mapping[int, int]) -> list[Collective]:
         """Those whose ranks belong to more than one group, given the group of each rank of the launch."""

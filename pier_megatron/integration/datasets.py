@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import own_world
 
 _UTILS = "megatron.core.datasets.utils"
 _HELPER = "helpers_cpp"
@@ -28,7 +29,8 @@ def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
         in_vain = compiled_for_another_python(folder)
         if in_vain:
             raise PierConfigError(in_vain)
-        compile_helpers()
+        with own_world.first_group_first("helpers"):
+            compile_helpers()
 
 
 def compiled_for_another_python(folder: Path) -> str | None:

@@ -48,8 +48,7 @@ def membership(
     """Makes this island known to the others."""
     assert config.lighthouse is not None
     assert config.island is not None
-    world = dist.group.WORLD
-    assert world is not None
+    world = own_world.ranks()
     if topology.ranks_beside(dist.get_rank()) < world.size() and is_loopback(config.island_address):
         raise PierConfigError(
             f"--pier-island-address {config.island_address}: the {world.size()} ranks of this island are on several "

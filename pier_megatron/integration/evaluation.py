@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pier_megatron.integration import current
 from pier_megatron.megatron_api import log, versions
+from pier_megatron.outer import OuterLoop
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ def look_at_what_groups_agree_on[**P, R](
         return evaluate(*args, **kwargs)
 
 
+def evaluates_together(loop: OuterLoop) -> bool:
+    """Whether all groups evaluate the same weights."""
+    return not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised
+
+
 @current.in_pier_runs
 def evaluate_each[**P](
     evaluate: Callable[P, _Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
@@ -36,7 +42,7 @@ def evaluate_each[**P](
     loop = optimizer.loop
     # Groups would disagree on whether the time is up. They ask each other after the iteration.
     with versions.with_megatron_args({"exit_duration_in_mins": None} if loop.exchange.size > 1 else {}):
-        if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
+        if evaluates_together(loop):
             with optimizer.together():
                 return evaluate(*args, **kwargs)
         losses, *others = evaluate(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current
+from pier_megatron.integration import current, own_world
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
 
@@ -64,7 +64,7 @@ class _Look:
     """
 
     begun: int = 0
-    census: CollectiveCensus = dataclasses.field(default_factory=CollectiveCensus)
+    census: CollectiveCensus = dataclasses.field(default_factory=lambda: CollectiveCensus(own_world.launch()))
     looking: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     told: list[Callable[[], list[str]]] = dataclasses.field(default_factory=list)
 

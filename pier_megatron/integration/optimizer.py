@@ -17,6 +17,7 @@ from pier_megatron.outer import OuterLoop
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class Completion(Protocol):
@@ -98,6 +99,14 @@ class PierOptimizer(ChainedOptimizer):
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Inside, Megatron's data-parallel groups are those of the whole launch."""
         return contextlib.nullcontext() if self._everyone is None else self._everyone.together()
+
+    def widened(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The ranks of a process group and those in their places in all groups of the launch."""
+        return group if self._everyone is None else self._everyone.widened(group)
+
+    def collection(self, own: "ProcessGroupCollection", names: Sequence[str]) -> "ProcessGroupCollection":
+        """A copy of a collection of process groups, with some of these widened to all groups of the launch."""
+        return own if self._everyone is None else self._everyone.collection(own, names)
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock and the averaging domain of the gradients, before the first micro-batch.

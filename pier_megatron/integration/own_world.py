@@ -4,7 +4,7 @@ Megatron forms the world of torch.distributed once its arguments are known. Ther
 that all of Megatron's process groups, and those of scripts and libraries, are the group's own.
 """
 
-import argparse
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, division
 from pier_megatron.exchange.worlds import Launch
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -29,6 +30,13 @@ class _Divided:
 def launch() -> Launch:
     """The launch of this process: one group, unless it was divided."""
     return run.part(_Divided).launch or Launch(dist.get_rank(), dist.get_world_size())
+
+
+def ranks() -> dist.ProcessGroup:
+    """All ranks of this rank's group: the default group."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def groups() -> int:
@@ -56,26 +64,29 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
     settings = versions.megatron_args()
     if not uses_pier(settings):
         return initialize_distributed(*args, **kwargs)
-    of_run = settings.world_size
+    of_run, changed = settings.world_size, {}
     if settings.pier_lighthouse is not None:
         of_run *= settings.pier_groups
     elif settings.pier_groups > 1:
         given = versions.given(initialize_distributed, args, kwargs)
-        divided = divide(settings, settings.pier_groups, given.get("store"))
+        timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
+        divided = divide(settings.rank, settings.world_size, settings.pier_groups, timeout, given.get("store"))
         settings.rank, settings.world_size = divided.rank_in_group, divided.ranks_of_group
-        args, kwargs = (), {**given, "store": divided.store_of_group}  # type: ignore[assignment]
-    result = initialize_distributed(*args, **kwargs)
+        changed["store"] = divided.store_of_group
+    result = versions.called_with(initialize_distributed, args, kwargs, changed)
     # Megatron's arguments speak of the whole run: so many ranks share a batch.
     settings.world_size = of_run
     return result
 
 
-def divide(settings: argparse.Namespace, groups: int, store: object = None) -> Launch:
+def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store: object = None) -> Launch:
     """Divides the launch into groups of consecutive ranks; all but one of these are silent from then on.
 
     Args:
-        settings: Megatron's arguments: rank and size of the launch, and the timeout.
+        rank: Rank of this process in the launch.
+        size: Number of ranks in the launch.
         groups: Number of groups.
+        timeout: Time within which all ranks have to reach the store.
         store: Store of all ranks, if the caller has one; by default PyTorch's of this launch.
 
     Raises:
@@ -83,21 +94,27 @@ def divide(settings: argparse.Namespace, groups: int, store: object = None) -> L
     """
     if dist.is_initialized():
         raise PierConfigError(
-            f"--pier-groups {groups}: torch.distributed was initialized before Megatron does so, with all {dist.get_world_size()} "
-            "ranks in one world. Each group is a world of its own: drop the script's own init_process_group."
+            f"--pier-groups {groups}: torch.distributed was initialized before Megatron does so, with all "
+            f"{dist.get_world_size()} ranks in one world. Each group is a world of its own: drop the script's own "
+            "init_process_group."
         )
-    rank, size = settings.rank, settings.world_size
     if size % groups:
         raise PierConfigError(
-            f"--pier-groups {groups} does not divide the world size {size}: {size} = {size // groups} x {groups} + "
-            f"{size % groups}. Every group needs the same number of ranks."
+            f"--pier-groups {groups} does not divide the world size {size} ({division(size, groups)}): every group needs the "
+            "same number of ranks."
         )
     if store is None:
-        timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
-        store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))  # type: ignore[no-untyped-call]
-    found = run.part(_Divided).launch = Launch(rank, size, groups, store)
-    if not found.speaks:
+        found = distributed_c10d.rendezvous("env://", rank, size, timeout=timeout)  # type: ignore[attr-defined]
+        store, rank, size = next(found)
+    launch = run.part(_Divided).launch = Launch(rank, size, groups, store)
+    if not launch.speaks:
         # What is wrong goes to the error stream.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  As long as the process lives.
         logging.disable(logging.INFO)
-    return found
+    return launch
+
+
+def first_group_first(what: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, the first group does something, such as to write files that all read, while the others wait."""
+    launch = run.part(_Divided).launch
+    return contextlib.nullcontext() if launch is None else launch.first_group_first(what)

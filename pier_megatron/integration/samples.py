@@ -38,21 +38,17 @@ def count_all_groups[**P, R](train: Callable[P, R], /, *args: P.args, **kwargs: 
 
 def read_own_samples[**P, R](build_data_iterators: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Gives each group its share of the samples. The first group makes the index of the data sets, the others read it."""
-    parallel_state, settings, launch = (
-        versions.require("megatron.core", "parallel_state"),
-        versions.megatron_args(),
-        own_world.launch(),
-    )
+    parallel_state, settings = versions.require("megatron.core", "parallel_state"), versions.megatron_args()
     if own_world.groups() == 1:
         return build_data_iterators(*args, **kwargs)
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    number = launch.group if settings.pier_island is None else settings.pier_island
+    number = own_world.launch().group if settings.pier_island is None else settings.pier_island
     # Megatron's own means to answer with another size and rank than those of the process group.
     place = {
         "_MPU_DATA_PARALLEL_WORLD_SIZE": settings.pier_groups * size,
         "_MPU_DATA_PARALLEL_RANK": number * size + rank,
     }
-    with versions.replaced(parallel_state, place), launch.first_group_first("samples"):
+    with versions.replaced(parallel_state, place), own_world.first_group_first("samples"):
         return build_data_iterators(*args, **kwargs)
 
 

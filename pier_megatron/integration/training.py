@@ -118,7 +118,7 @@ def with_outer_loop(
         shards,
         config,
         exchange,
-        group=dist.group.WORLD,
+        group=own_world.ranks(),
         device=device,
         inner_state=lambda main: owner_of[id(main)].state_of(main),
         store_inner_state=lambda main, tensors: owner_of[id(main)].store(main, tensors),
@@ -128,7 +128,7 @@ def with_outer_loop(
         sites=sites,
     )
     startup.check_groups_agree(loop)
-    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, _world())
+    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, own_world.ranks())
     pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock, everyone, gradients)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -179,9 +179,11 @@ def _site_communicators(
     size, options = config.groups_in_site, functools.partial(nccl_options.options, args)
     first = launch.group - launch.group % size
     inside = launch.connect("INSIDE_SITES", timeout, options(nccl_options.INSIDE_SITES, timeout), range(first, first + size))
-    across = launch.connect(
-        "BETWEEN_SITES", timeout, options(nccl_options.BETWEEN_GROUPS, timeout), range(launch.group % size, config.groups, size)
-    )
+    peers = range(launch.group % size, config.groups, size)
+    across = launch.connect("BETWEEN_SITES", timeout, options(nccl_options.BETWEEN_GROUPS, timeout), peers)
+    # A site has several groups, and there are several sites.
+    assert inside is not None
+    assert across is not None
     return inside, across
 
 

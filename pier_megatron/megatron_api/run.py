@@ -40,6 +40,12 @@ class Loop(Protocol):
     def tensorboard(self) -> Any:
         """The writer of TensorBoard, or None on ranks without one."""
 
+    def signal_handler(self) -> object:
+        """What has received signals, with Megatron's ``signals_received``."""
+
+    def begun(self) -> float:
+        """Time at which training began, in seconds since the epoch."""
+
     def wandb(self) -> Any:
         """The writer of Weights & Biases, or None."""
 

@@ -89,6 +89,15 @@ def given(function: Callable[..., object], args: Iterable[object], kwargs: Mappi
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
+def called_with[R](
+    function: Callable[..., R], args: Iterable[object], kwargs: Mapping[str, object], changed: Mapping[str, object]
+) -> R:
+    """Calls one of Megatron's functions with some of its arguments changed, each passed as the caller has passed it."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.arguments.update(changed)
+    return function(*bound.args, **bound.kwargs)
+
+
 def is_training() -> bool:
     """Whether a training is under way, rather than a script that saves or loads a model without one."""
     return run.loop() is not None or require("megatron.training.global_vars", "_GLOBAL_ARGS") is not None

@@ -20,7 +20,6 @@ bridge_on_cpu.install()
 
 import recorder as flags  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.bridge.training import pretrain as bridge_pretrain  # noqa: E402
 from megatron.bridge.training import train as bridge_train  # noqa: E402
@@ -188,8 +187,6 @@ def look_on_from_above() -> None:
 
 def main() -> None:
     """Runs the trainings of the specification."""
-    # Megatron-Bridge would end what it has begun.
-    dist.init_process_group("gloo")
     look_on()
     import pier_megatron.bridge  # noqa: F401
 

@@ -34,7 +34,7 @@ from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.experiments.compression import activations, layout, tensor_parallel
-from pier_megatron.integration import current, training
+from pier_megatron.integration import current, own_world, training
 from pier_megatron.integration.checkpoint import description as checkpoint
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.outer import state as outer_state

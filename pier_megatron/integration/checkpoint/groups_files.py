@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _METADATA = ".metadata"
 # Key of what Megatron stores of a whole run, which is the same in all groups.
 _COMMON = "common_state"
+# What Megatron's search for a faulty device knows.
+_RERUN = "rerun_state_machine"
 # Megatron's argument for what looks at this before it is stored.
 _LOOKS_AT_COMMON = "preprocess_common_before_consistancy_check"
 _DONE = "done"
@@ -65,6 +67,8 @@ def save_in_one_folder[**P](
 ) -> Any:
     """Saves this group's part; the first group then waits for the others', and lists it."""
     saves, launch = run.part(_Saves), own_world.launch()
+    # Numbered by the ranks of a world: a run in another number of groups, and stock Megatron, would look for other numbers.
+    state = {name: part for name, part in state.items() if name != _RERUN}
     if "optimizer" not in state or ENTRY not in state["optimizer"]:
         # Weights alone: hooks.save has left the other groups out.
         return save(state, checkpoint_dir, *args, **kwargs)
@@ -72,14 +76,16 @@ def save_in_one_folder[**P](
     number = saves.begun
     given = versions.given(save, (state, checkpoint_dir, *args), kwargs)
     # Hashes of files that are yet to change.
-    verifies = given.pop("verify_integrity", False)
+    verifies = given.get("verify_integrity", False)
+    changed: dict[str, Any] = {"verify_integrity": False} if verifies else {}
     if launch.group:
         launch.store.wait([_key(number, 0)], _time_out())
-        given |= {"sharded_state_dict": {"optimizer": {ENTRY: state["optimizer"][ENTRY]}}, _LOOKS_AT_COMMON: None}
+        state = {"optimizer": {ENTRY: state["optimizer"][ENTRY]}}
+        changed[_LOOKS_AT_COMMON] = None
     else:
-        given[_LOOKS_AT_COMMON] = _announcing(number, given.get(_LOOKS_AT_COMMON))
+        changed[_LOOKS_AT_COMMON] = _announcing(number, given.get(_LOOKS_AT_COMMON))
     try:
-        request = save(**given)
+        request = versions.called_with(save, (state, checkpoint_dir, *args), kwargs, changed)
     except BaseException as error:
         _tell(number, f"{type(error).__name__}: {error}")
         raise

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current, startup
+from pier_megatron.integration import current, own_world, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES
 from pier_megatron.integration.checkpoint.files import refusal
@@ -32,14 +32,13 @@ _APART = "non_persistent_global_ckpt_dir"
 
 
 def _place(optimizer: "PierOptimizer") -> RunPosition:
-    loop, ranks = optimizer.loop, dist.group.WORLD
-    assert ranks is not None
+    loop = optimizer.loop
     return RunPosition(
         config=loop.config,
         device_type=loop.device.type,
         # An elastic island is alone in the launch.
         group=(loop.config.island or 0) + loop.exchange.rank,
-        ranks=ranks,
+        ranks=own_world.ranks(),
         owners=owners(optimizer, optimizer.model_chunks),
         slices=[list(state.slices()) for state in loop.states],
     )
@@ -84,7 +83,7 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
             raise
 
 
-def _of_group(loop: OuterLoop, given: Mapping[str, object]) -> dict[str, object]:
+def _of_group(loop: OuterLoop, given: Mapping[str, object]) -> dict[str, str]:
     """Megatron's arguments by which a group other than the first saves into its own folder inside the checkpoint's."""
     settings, group = versions.megatron_args(), loop.exchange.rank
     if not group:
