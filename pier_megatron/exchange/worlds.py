@@ -46,6 +46,11 @@ class Launch:
         return self.rank // self.ranks_of_group
 
     @property
+    def first_of_group(self) -> int:
+        """First rank of the group of this process."""
+        return self.group * self.ranks_of_group
+
+    @property
     def rank_in_group(self) -> int:
         """Rank of this process in the world of its group."""
         return self.rank % self.ranks_of_group
@@ -118,8 +123,8 @@ class Launch:
         for device in devices:
             group._register_backend(torch.device(device), kind, backend)
         # PyTorch numbers by the world of this group, in which ranks of others are below zero or beyond its end.
-        first = self.group * self.ranks_of_group
-        _make_known(group, f"pier/{key}", f"{DESCRIPTION}{name}", [rank - first for rank in ranks], keys)
+        in_group = [rank - self.first_of_group for rank in ranks]
+        _make_known(group, f"pier/{key}", f"{DESCRIPTION}{name}", in_group, keys)
         return group
 
 

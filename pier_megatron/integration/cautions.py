@@ -84,6 +84,11 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer divides them."
             )
+    if args.fp8 and args.fp8_recipe == "delayed" and args.save is not None and config.groups > config.launches:
+        found.append(
+            "--fp8-recipe delayed: each group has a history of maxima of its own, and a checkpoint holds that of the first. A "
+            "resumed run may differ in the last bits. --fp8-recipe tensorwise, blockwise and mxfp8 keep no history."
+        )
     if (kept := scaled(args)) and args.save is not None:
         found.append(
             f"{' and '.join(kept)}: a checkpoint holds FP32 numbers, and Megatron scales them again when it reads them. A "

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.exchange.topology import some_of
-from pier_megatron.exchange.worlds import Launch
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -44,11 +43,11 @@ class CollectiveCensus(TorchDispatchMode):
         collectives: In the order in which they were started.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        """Begins without any, on a rank of a launch."""
+    def __init__(self, first: int = 0) -> None:
+        """Begins without any; ``first`` is the rank in the launch with which the world of this rank's group begins."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[Collective] = []
-        self._first = launch.group * launch.ranks_of_group
+        self._first = first
 
     def __torch_dispatch__(
         self,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Computed, Gathered
+from pier_megatron.integration import own_world
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
@@ -114,8 +115,10 @@ class Copies:
         found = [copies for copies, is_other in zip(self._compared, differs, strict=True) if is_other]
         if found:
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            first = own_world.launch().first_of_group
             named = "; ".join(
-                f"{name} on {kind} ranks {dist.get_process_group_ranks(group)}" for name, kind, group in found[:_NAMED]
+                f"{name} on {kind} ranks {[first + rank for rank in dist.get_process_group_ranks(group)]}"
+                for name, kind, group in found[:_NAMED]
             )
             raise CopiesDifferError(
                 f"After iteration {self._iteration} copies of a parameter differ: {named}{more}. Training "

@@ -64,7 +64,7 @@ class _Look:
     """
 
     begun: int = 0
-    census: CollectiveCensus = dataclasses.field(default_factory=lambda: CollectiveCensus(own_world.launch()))
+    census: CollectiveCensus = dataclasses.field(default_factory=lambda: CollectiveCensus(own_world.launch().first_of_group))
     looking: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     told: list[Callable[[], list[str]]] = dataclasses.field(default_factory=list)
 

@@ -50,6 +50,17 @@ class Restoration(Completion, Protocol):
         """
 
 
+class BypassedError(RuntimeError):
+    """A training script calls one of Megatron's functions around Pier."""
+
+    def __init__(self, name: str, what: str) -> None:
+        """Takes the name of the function, and what would be wrong."""
+        super().__init__(
+            f"Pier was left out of {name}: {what}. A module has imported {name} from Megatron by name before the arguments were "
+            f"parsed. Call it as megatron.training.training.{name}, or import it later."
+        )
+
+
 class PierOptimizer(ChainedOptimizer):
     """Pier (arXiv 2511.17849) over the optimizers that Megatron built.
 
@@ -92,7 +103,7 @@ class PierOptimizer(ChainedOptimizer):
         self.loop, self.copies, self.clock = loop, copies, clock
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
-        self.has_seen_samples = False
+        self.has_seen_samples = self._has_begun = False
         self._everyone = everyone
         self._gradients = GradientAveraging(self.model_chunks, loop.config.groups, gradients, everyone)
 
@@ -115,6 +126,7 @@ class PierOptimizer(ChainedOptimizer):
             iteration: Iteration that begins, counted from 1.
         """
         self.loop.begin_iteration(iteration)
+        self._has_begun = True
         if self.loop.is_local:
             self._gradients.over_own_group()
         else:
@@ -130,7 +142,11 @@ class PierOptimizer(ChainedOptimizer):
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
             CopiesDifferError: If ranks of this group hold different copies of a parameter.
+            BypassedError: If the iteration did not begin with :meth:`begin_iteration`.
         """
+        if not self._has_begun:
+            raise BypassedError("train_step", "no outer step would ever be taken")
+        self._has_begun = False
         result: tuple[bool, float | None, int | None] = super().step()
         self.loop.end_iteration()
         # Where the groups have just met, the device has been waited for.
@@ -146,12 +162,17 @@ class PierOptimizer(ChainedOptimizer):
             model_sharded_state_dict: Sharded state of the model.
             is_loading: Whether the result describes what to load.
             kwargs: Further arguments of Megatron's.
+
+        Raises:
+            BypassedError: If it is asked for by another save than Pier's.
         """
         metadata: Mapping[str, object] = kwargs.get("metadata") or {}
         if is_loading and self.loading is not None:
             self.loading.begin(metadata)
         stock: ShardedStateDict = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         if not is_loading:
+            if self.saving is None:
+                raise BypassedError("save_checkpoint", "the checkpoint would lack the groups' own state")
             self.copies.check(waits=True)
         part = self.loading if is_loading else self.saving
         return stock if part is None else part.complete(stock, model_sharded_state_dict, metadata)

@@ -4,6 +4,7 @@ Megatron forms the world of torch.distributed once its arguments are known. Ther
 that all of Megatron's process groups, and those of scripts and libraries, are the group's own.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -11,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,6 +22,15 @@ from pier_megatron.exchange.worlds import Launch
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.settings import settings_of
+
+# Megatron's arguments of what a run writes once: files at intervals, and a log of its progress.
+_ONCE = ("save_params_interval", "save_activations_interval", "save_dgrads_interval", "save_wgrads_interval", "log_progress")
+# Of files that each world writes, by the ranks in it.
+_OF_EACH_GROUP = ("memory_snapshot_path", "dataloader_save")
+_RECORDS = "flight_recorder_dump_path"
+_RECORDS_IN_ENVIRONMENT = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# Where the first rank of a world listens, of which a node may have several.
+_PORT = "straggler_ctrlr_port"
 
 
 @dataclasses.dataclass
@@ -72,6 +83,7 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
         timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
         divided = divide(settings.rank, settings.world_size, settings.pier_groups, timeout, given.get("store"))
         settings.rank, settings.world_size = divided.rank_in_group, divided.ranks_of_group
+        name_files(settings, divided)
         changed["store"] = divided.store_of_group
     result = versions.called_with(initialize_distributed, args, kwargs, changed)
     # Megatron's arguments speak of the whole run: so many ranks share a batch.
@@ -112,6 +124,45 @@ def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  As long as the process lives.
         logging.disable(logging.INFO)
     return launch
+
+
+def name_files(settings: argparse.Namespace, launch: Launch) -> None:
+    """Gives what each world writes the name of its group, and leaves to the first group what a run has once.
+
+    Args:
+        settings: Megatron's arguments, changed in place.
+        launch: Place of this process.
+    """
+    first, group = launch.first_of_group, launch.group
+    # The user numbers ranks of the run. No rank would mean all of them to Megatron.
+    profiled = [rank - first for rank in getattr(settings, "profile_ranks", ())]
+    inside = [rank for rank in profiled if 0 <= rank < launch.ranks_of_group]
+    if profiled:
+        settings.profile_ranks = inside or [-1]
+    if not group:
+        return
+    for name in _ONCE:
+        if getattr(settings, name, None):
+            setattr(settings, name, None)
+    for name in _OF_EACH_GROUP:
+        if (path := getattr(settings, name, None)) is not None:
+            where = Path(path)
+            setattr(settings, name, str(where.with_name(f"group_{group}_{where.name}")))
+    # Writers are made before: what looks for their folder now writes profiles.
+    if settings.tensorboard_dir is not None:
+        settings.tensorboard_dir = str(Path(settings.tensorboard_dir) / f"group_{group}")
+    if getattr(settings, _RECORDS, None) is not None:
+        settings.flight_recorder_dump_path = f"{_prefix(settings.flight_recorder_dump_path)}group_{group}_"
+    for variable in _RECORDS_IN_ENVIRONMENT:
+        if variable in os.environ:
+            os.environ[variable] = f"{_prefix(os.environ[variable])}group_{group}_"
+    if hasattr(settings, _PORT):
+        setattr(settings, _PORT, getattr(settings, _PORT) - group)
+
+
+def _prefix(path: str) -> str:
+    """As Megatron and PyTorch begin the names of records."""
+    return os.path.join(path, "_dump_") if os.path.isdir(path) else path
 
 
 def first_group_first(what: str) -> contextlib.AbstractContextManager[None]:

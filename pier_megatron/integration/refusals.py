@@ -18,26 +18,17 @@ _REFUSED = {
     "use_torch_fsdp2": _FSDP,
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
-    "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
-    "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
-    "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
 }
 # Flags that shard weights, by the sizes that Megatron derives from them.
 _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
-# Flags that write a file for each shard of the model in the middle of an iteration.
-_WRITES_SHARDS = ("save_params_interval", "save_activations_interval", "save_dgrads_interval")
-# Flags that make Megatron query all ranks of the launch: the flag, its interval, and the query.
-_OF_ALL_RANKS = (
-    ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
-    ("log_energy", "log_interval", "--log-energy, its sum"),
-    ("log_straggler", "log_interval", "--log-straggler, its report"),
-    ("adlr_autoresume", "adlr_autoresume_interval", "--adlr-autoresume, its question"),
-)
+# What cannot be used in a lazy start, in which the groups are further instances of the distributed optimizer.
+_ALONE = "in a lazy start one group alone would run an iteration again whose gradients all groups average"
+_ONE_INSTANCE = "Megatron does so in one instance of its distributed optimizer only, and in a lazy start each group is one"
 
 
 def _met(beside: str, *table: tuple[object, str]) -> list[str]:
@@ -76,11 +67,6 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             f"--ckpt-convert-format {form}: it stores the model of one group with the optimizer state of another. Convert with "
             "--optimizer adam --use-distributed-optimizer, which reads the weights that all groups agree on and the inner "
             "state of group 0",
-        ),
-        (
-            args.fp8 and args.fp8_recipe == "delayed",
-            "--fp8-recipe delayed: it derives the scales of FP8 from a history of maxima that each group has for itself, and a "
-            "checkpoint holds the first group's only. Use --fp8-recipe tensorwise, blockwise or mxfp8, which keep no history",
         ),
         (
             captures_full_iterations(args),
@@ -195,11 +181,25 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     for given, iteration in meetings:
         with problems.collecting():
             config.check_interval(given, iteration, "saving the first group only", remedy)
-    # All ranks take part, hence only where the groups meet.
-    for switch, name, what in _OF_ALL_RANKS:
-        if (interval := getattr(args, name, None)) and getattr(args, switch, None) and config.groups > config.launches:
-            with problems.collecting():
-                config.check_interval(flag(name), interval, f"{what}, a meeting of all ranks,")
+    if config.lazy_start and config.groups > config.launches:
+        problems.found += _met(
+            f"a lazy start of {config.lazy_start} iterations",
+            *(
+                (getattr(args, name, None), f"{flag(name)}: {why}. Add --pier-lazy-start-iters 0, or drop it")
+                for name, why in (
+                    ("hybrid_context_parallel", "it moves data between the data-parallel ranks of its own group only"),
+                    ("moe_expert_rank_capacity_factor", _ALONE),
+                    ("save_wgrads_interval", _ONE_INSTANCE),
+                )
+            ),
+            *(
+                (
+                    getattr(args, size, 1) > 1,
+                    f"{flag(shards)} {getattr(args, shards, None)}: {_ONE_INSTANCE}. Add --pier-lazy-start-iters 0, or drop it",
+                )
+                for size, shards in _WEIGHT_SHARDS.items()
+            ),
+        )
     problems.report()
 
 
@@ -216,25 +216,12 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             "--ckpt-format torch_dist",
         ),
     )
-    if config.groups > config.launches:
-        found += _met(
-            "several groups in a launch",
-            *(
-                (getattr(args, name, None), f"{flag(name)}: all groups would write the same files. Drop it")
-                for name in _WRITES_SHARDS
-            ),
-            *(
-                (
-                    getattr(args, size, 1) > 1,
-                    f"{flag(shards)} {getattr(args, shards, None)}: Megatron shards weights so in one instance of the "
-                    "distributed optimizer only, and each group is one. Drop it",
-                )
-                for size, shards in _WEIGHT_SHARDS.items()
-            ),
-        )
     if config.groups > 1:
         clipped = "Megatron clips after its optimizer's step, so that groups differ where an outer step has just united them"
         found += _met("several groups", (getattr(args, "qk_clip", False), f"--qk-clip: {clipped}. Drop it"))
+    if config.groups > config.launches:
+        asks = "each group would ask for itself, and might end alone. Use --exit-signal-handler"
+        found += _met("several groups in a launch", (getattr(args, "adlr_autoresume", False), f"--adlr-autoresume: {asks}"))
     if first:
         # Of these Megatron says at which sample, not in which iteration.
         lost = (

@@ -30,7 +30,7 @@ MODEL = (
 
 
 # Limit of one launch, in seconds.
-_TIMEOUT = 600
+_TIMEOUT = 240
 
 
 @dataclasses.dataclass

@@ -163,7 +163,7 @@ class Recorder:
         if self.census is not None:
             self.census.__exit__(None, None, None)
             self.record.setdefault("census", {})[self.iteration - 1] = self.census.collectives
-        self.census = CollectiveCensus(own_world.launch())
+        self.census = CollectiveCensus(own_world.launch().first_of_group)
         self.census.__enter__()
 
     def save_fragments(self) -> None:
@@ -473,7 +473,7 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
     # Those of all runs, beneath what looks on from above: each passes through where a run does not use it.
     install([row for row in seams.TABLE if row.around.__module__ != examination.__name__])
     look_on_from_above()
-    said = sys.stdout
+    stream = sys.stdout
     for run in specification:
         name, argv = run["name"], run["argv"]
         rank = os.environ["RANK"]
@@ -496,5 +496,5 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
             recorder.finish(record)
         keys.meet_all_ranks()
         forget_run()
-        sys.stdout = said
+        sys.stdout = stream
     sys.stdout.flush()
