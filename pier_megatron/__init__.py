@@ -11,9 +11,10 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
 if TYPE_CHECKING:
+    from pier_megatron.exchange.worlds import Launch
     from pier_megatron.integration.optimizer import PierOptimizer
 
-__all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
+__all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "launch", "register"]
 
 
 # Assigned, not added: a package that is executed again, as by importlib.reload, has its features once.
@@ -26,6 +27,13 @@ def register() -> None:
     from pier_megatron.integration import seams
 
     seams.register()
+
+
+def launch() -> "Launch":
+    """Place of this process in its launch, once Megatron has initialized ``torch.distributed``: its rank, size and group."""
+    from pier_megatron.integration import own_world
+
+    return own_world.launch()
 
 
 def __getattr__(name: str) -> "type[PierOptimizer]":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.bridge import training
-from pier_megatron.integration import all_groups, datasets, evaluation, own_log
+from pier_megatron.integration import all_groups, datasets, own_log
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import groups_files, helpers, hooks
 from pier_megatron.megatron_api import run
@@ -42,8 +42,6 @@ TABLE = (
     # The loop.
     Seam(_TRAIN, "train_step", training.train_step),
     Seam(_TRAIN, "_dummy_train_step", training.skip_iteration),
-    Seam(_TRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
-    Seam(_PRETRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_EVAL, "evaluate", training.evaluate),
     Seam(_TRAIN, "training_log", own_log.log_own_group),
     # The world of a group, and its part of the run.
@@ -65,7 +63,13 @@ TABLE = (
 NEEDED = (
     Needed("megatron.bridge.models.gpt_provider", "local_layer_spec"),
     Needed("megatron.bridge.training.config", "runtime_config_update"),
-    Needed("megatron.bridge.utils.common_utils", "print_rank_last"),
+    Needed("megatron.bridge.training", "initialize train"),
+    Needed("megatron.bridge.training.utils", "train_utils"),
+    Needed("megatron.bridge.training.utils.pg_utils", "get_pg_collection"),
+    Needed(
+        "megatron.bridge.utils.common_utils",
+        "get_master_addr_safe get_master_port_safe get_rank_safe get_world_size_safe print_rank_last",
+    ),
 )
 """What Pier looks up by name besides :data:`pier_megatron.integration.seams.NEEDED`."""
 

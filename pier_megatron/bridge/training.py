@@ -19,8 +19,9 @@ from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
 
-# Names under Megatron-Bridge: of the functions that tell a rank's place, of arguments with process groups.
-_PLACE, _LOADERS, _COLLECTION = ("get_rank_safe", "get_world_size_safe"), ("dp_group", "eval_dp_group"), "pg_collection"
+_COMMON = "megatron.bridge.utils.common_utils"
+# Names under Megatron-Bridge: of the function that tells the number of ranks, and of arguments with process groups.
+_SIZE, _LOADERS, _COLLECTION = "get_world_size_safe", ("dp_group", "eval_dp_group"), "pg_collection"
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -72,17 +73,17 @@ def form(initialize_distributed: Callable[..., Any], /, *args: Any, **kwargs: An
     loop = run.loop()
     if not isinstance(loop, BridgeLoop) or own_world.groups() == 1:
         return initialize_distributed(*args, **kwargs)
-    common, minutes = "megatron.bridge.utils.common_utils", loop.config.dist.distributed_timeout_minutes
-    for name in ("master_addr", "master_port"):
-        # As Megatron-Bridge itself does, under Slurm without torchrun.
-        os.environ.setdefault(name.upper(), str(versions.require(common, f"get_{name}_safe")()))
+    minutes = loop.config.dist.distributed_timeout_minutes
+    # As Megatron-Bridge itself does, under Slurm without torchrun.
+    os.environ.setdefault("MASTER_ADDR", versions.require(_COMMON, "get_master_addr_safe")())
+    os.environ.setdefault("MASTER_PORT", str(versions.require(_COMMON, "get_master_port_safe")()))
     given = versions.given(initialize_distributed, args, kwargs)
-    rank, size = (versions.require(common, name)() for name in _PLACE)
+    rank, size = versions.require(_COMMON, "get_rank_safe")(), versions.require(_COMMON, "get_world_size_safe")()
     with loop.own_words():
         divided = own_world.divide(
             rank, size, own_world.groups(), datetime.timedelta(minutes=minutes), given.get("restart_store")
         )
-    place = dict(zip(_PLACE, (lambda: divided.rank_in_group, lambda: divided.ranks_of_group), strict=True))
+    place = {"get_rank_safe": lambda: divided.rank_in_group, _SIZE: lambda: divided.ranks_of_group}
     with versions.replaced(versions.require("megatron.bridge.training", "initialize"), place):
         return versions.called_with(initialize_distributed, args, kwargs, {"restart_store": divided.store_of_group})
 
@@ -102,9 +103,9 @@ def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: An
     given, launch = versions.given(train, args, kwargs), own_world.launch()
     if launch.groups == 1:
         return train(*args, **kwargs)
-    whole = {_PLACE[1]: lambda: launch.size}
-    modules = [versions.require("megatron.bridge.training", name) for name in ("train", "utils.train_utils")]
-    with versions.replaced(modules[0], whole), versions.replaced(modules[1], whole):
+    size = {_SIZE: lambda: launch.size}
+    loop = versions.replaced(versions.require("megatron.bridge.training", "train"), size)
+    with loop, versions.replaced(versions.require("megatron.bridge.training", "utils.train_utils"), size):
         counting = optimizer.collection(given[_COLLECTION], ["dp"])
         return versions.called_with(train, args, kwargs, {_COLLECTION: counting})
 

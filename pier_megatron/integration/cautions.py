@@ -84,7 +84,12 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer divides them."
             )
-    if args.fp8 and args.fp8_recipe == "delayed" and args.save is not None and config.groups > config.launches:
+    if (
+        getattr(args, "fp8", None)
+        and args.fp8_recipe == "delayed"
+        and args.save is not None
+        and config.groups > config.launches
+    ):
         found.append(
             "--fp8-recipe delayed: each group has a history of maxima of its own, and a checkpoint holds that of the first. A "
             "resumed run may differ in the last bits. --fp8-recipe tensorwise, blockwise and mxfp8 keep no history."

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 _Evaluated = tuple[dict[str, torch.Tensor] | None, *tuple[object, ...]]
 
 
-@current.in_pier_runs
-def look_at_what_groups_agree_on[**P, R](
-    evaluate: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
-) -> R:
-    """Shows the anchor to evaluation where the groups hold different parameters by design."""
-    loop = optimizer.loop
-    with contextlib.nullcontext() if loop.is_synchronised else loop.anchor_in_model(as_mean=loop.config.evaluate_mean):
-        return evaluate(*args, **kwargs)
-
-
 def evaluates_together(loop: OuterLoop) -> bool:
     """Whether all groups evaluate the same weights."""
     return not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised
@@ -38,10 +28,15 @@ def evaluates_together(loop: OuterLoop) -> bool:
 def evaluate_each[**P](
     evaluate: Callable[P, _Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> _Evaluated:
-    """Evaluates over all groups of the launch; where each has weights of its own, it says how far apart they are."""
+    """Evaluates what the groups agree on, over all groups of the launch.
+
+    That is the anchor, where the groups hold different parameters by design. Where each has an anchor of its own, the log says
+    how far apart their losses are.
+    """
     loop = optimizer.loop
+    shown = contextlib.nullcontext() if loop.is_synchronised else loop.anchor_in_model(as_mean=loop.config.evaluate_mean)
     # Groups would disagree on whether the time is up. They ask each other after the iteration.
-    with versions.with_megatron_args({"exit_duration_in_mins": None} if loop.exchange.size > 1 else {}):
+    with shown, versions.with_megatron_args({"exit_duration_in_mins": None} if loop.exchange.size > 1 else {}):
         if evaluates_together(loop):
             with optimizer.together():
                 return evaluate(*args, **kwargs)

@@ -56,8 +56,8 @@ class BypassedError(RuntimeError):
     def __init__(self, name: str, what: str) -> None:
         """Takes the name of the function, and what would be wrong."""
         super().__init__(
-            f"Pier was left out of {name}: {what}. A module has imported {name} from Megatron by name before the arguments were "
-            f"parsed. Call it as megatron.training.training.{name}, or import it later."
+            f"Pier was left out of {name}: {what}. A module has imported {name} from Megatron by name before the arguments "
+            f"were parsed. Call it as megatron.training.training.{name}, or import it later."
         )
 
 

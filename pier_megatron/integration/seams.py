@@ -75,6 +75,22 @@ def _in_elastic_islands(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.pier_lighthouse is not None
 
 
+def _skips_iterations(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and bool(args.iterations_to_skip or args.pier_sync_seconds)
+
+
+def _saves(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.save is not None
+
+
+def _saves_together(args: argparse.Namespace) -> bool:
+    return _saves(args) and _in_one_launch(args)
+
+
+def _loads(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and (args.load or getattr(args, "pretrained_checkpoint", None)) is not None
+
+
 def _saves_behind(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.async_save
 
@@ -107,10 +123,15 @@ CORE = (
         all_groups.vote_of_those_who_average,
         used_by=_in_one_launch,
     ),
-    Seam(_CHECKPOINTING, "save", groups_files.save_in_one_folder, used_by=_in_one_launch),
-    Seam(_CHECKPOINTING, "load", files.load_whole_files),
-    Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
-    Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", formats.counting_padding),
+    Seam(_CHECKPOINTING, "save", groups_files.save_in_one_folder, used_by=_saves_together),
+    Seam(_CHECKPOINTING, "load", files.load_whole_files, used_by=_loads),
+    Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start, used_by=_saves),
+    Seam(
+        _OPTIMIZER,
+        "DistributedOptimizer.sharded_param_state_fully_reshardable",
+        formats.counting_padding,
+        used_by=lambda args: _saves(args) or _loads(args),
+    ),
     *(
         Seam(_OPTIMIZER, f"DistributedOptimizer.{method}", around, used_by=torch_adam.is_used)
         for method, around in (
@@ -126,10 +147,9 @@ TABLE = (
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, used_by=_with_muon, until="0.17"),
-    Seam(_TRAINING, "train", training.train),
+    Seam(_TRAINING, "train", training.train, used_by=_in_elastic_islands),
     Seam(_TRAINING, "train_step", training.train_step),
-    Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
-    Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
+    Seam(_TRAINING, "dummy_train_step", training.skip_iteration, used_by=_skips_iterations),
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
     Seam(_TRAINING, "training_log", own_log.log_own_group),
     # The world of a group, and its part of the run.
@@ -140,9 +160,9 @@ TABLE = (
     Seam(_TRAINING, "checkpoint_and_decide_exit", all_groups.end_together),
     Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join, used_by=_in_elastic_islands),
     # Checkpoints.
-    Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
-    Seam(_TRAINING, "save_checkpoint", hooks.save),
-    Seam(_TRAINING, "load_checkpoint", hooks.load),
+    Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run, used_by=_saves),
+    Seam(_TRAINING, "save_checkpoint", hooks.save, used_by=_saves),
+    Seam(_TRAINING, "load_checkpoint", hooks.load, used_by=_loads),
     Seam(_TRAINING, "maybe_finalize_async_save", groups_files.finalize_when_all_have_saved, used_by=_saves_behind),
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start, used_by=_saves_behind),
     *CORE,
@@ -158,6 +178,7 @@ NEEDED = (
     Needed(f"{_CHECKPOINTING}.dict_utils", "extract_matching_values nested_values"),
     Needed(f"{_CHECKPOINTING}.mapping", "ShardedBase ShardedObject"),
     Needed(f"{_CHECKPOINTING}.optimizer", "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor"),
+    Needed(f"{_CHECKPOINTING}.serialization", "save_integrity_manifest", since="0.19"),
     Needed(f"{_CHECKPOINTING}.utils", "add_prefix_for_sharding"),
     Needed("megatron.core.fp8_utils", "is_float8tensor"),
     Needed("megatron.core.fp8_utils", "get_grouped_quantized_members is_grouped_tensor_with_quantized_storage", since="0.19"),
@@ -169,21 +190,17 @@ NEEDED = (
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
     Needed("megatron.core.optimizer", "Adam ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
-    Needed("megatron.core.optimizer.optimizer", "SEPARATE_GRAD_NORM_GROUPS", since="0.19"),
     Needed(_LAYER_WISE, "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
-        "RankGenerator get_context_parallel_group "
-        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
-        "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
-        "get_intra_distributed_optimizer_instance_group get_model_parallel_group get_nccl_options "
+        "get_context_parallel_group get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+        "get_embedding_group get_expert_data_parallel_group get_expert_tensor_parallel_group get_model_parallel_group "
+        "get_nccl_options "
         "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_and_data_parallel_group "
-        "get_tensor_model_parallel_group get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP "
-        "_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
-        "_MPU_DATA_PARALLEL_WORLD_SIZE _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+        "get_tensor_model_parallel_group get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_WITH_CP "
+        "_MPU_DATA_PARALLEL_RANK _MPU_DATA_PARALLEL_WORLD_SIZE _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
-    Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", since="0.19"),
     Needed(
         "megatron.core.pipeline_parallel.schedules",
         "backward_step deallocate_output_tensor forward_backward_no_pipelining forward_step get_tensor_shapes",
@@ -198,12 +215,12 @@ NEEDED = (
     Needed("megatron.core.transformer.transformer_block", "TransformerBlock get_num_layers_to_build"),
     Needed("megatron.core.utils", "get_model_config unwrap_model"),
     Needed(_ARGUMENTS, "core_transformer_config_from_args parse_args"),
-    Needed("megatron.training.global_vars", "_GLOBAL_ARGS get_args get_tensorboard_writer get_wandb_writer"),
+    Needed("megatron.training.global_vars", "_GLOBAL_ARGS get_args get_signal_handler get_tensorboard_writer get_wandb_writer"),
     Needed(
         "megatron.training.theoretical_memory_usage",
         "compute_activation_memory_without_sp compute_weight_and_optimizer_memory",
     ),
-    Needed(_TRAINING, "mpu num_floating_point_operations update_train_iters"),
+    Needed(_TRAINING, "_TRAIN_START_TIME mpu num_floating_point_operations update_train_iters"),
     Needed("megatron.training.utils", "print_rank_last"),
 )
 """What Pier looks up by name while it runs."""

@@ -192,10 +192,8 @@ def _own_rank(config: PierConfig) -> Rank:
     tensor_parallel = dist.get_process_group_ranks(
         versions.require("megatron.core", "parallel_state").get_tensor_model_parallel_group()
     )[0]
-    first = launch.group * launch.ranks_of_group
-    return Rank(
-        launch.rank, node, domain_name(launch.rank, node, config.ranks_per_domain), launch.group, first + tensor_parallel
-    )
+    domain = domain_name(launch.rank, node, config.ranks_per_domain)
+    return Rank(launch.rank, node, domain, launch.group, launch.first_of_group + tensor_parallel)
 
 
 def _report(report: OuterStepReport) -> None:

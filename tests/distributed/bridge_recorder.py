@@ -21,6 +21,7 @@ bridge_on_cpu.install()
 import recorder as flags  # noqa: E402
 import torch  # noqa: E402
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
+from megatron.bridge.training import eval as bridge_eval  # noqa: E402
 from megatron.bridge.training import pretrain as bridge_pretrain  # noqa: E402
 from megatron.bridge.training import train as bridge_train  # noqa: E402
 from megatron.bridge.training.config import (  # noqa: E402
@@ -126,7 +127,8 @@ def look_on() -> None:
     train_step, training_log, finish = bridge_train.train_step, bridge_train.training_log, bridge_pretrain._finish_train
     # Before 0.6 there is none, and nothing to clean up.
     clean_up = getattr(bridge_pretrain, "_cleanup_after_pretrain_failure", None)
-    evaluate, print_log = bridge_train.evaluate_and_print_results, train_utils.print_rank_last
+    evaluation, print_log = bridge_train.evaluate_and_print_results, train_utils.print_rank_last
+    evaluate = bridge_eval.evaluate
 
     @functools.wraps(train_step)
     def recorded_step(
@@ -143,11 +145,15 @@ def look_on() -> None:
             record["losses"][iteration] = float(losses["lm loss"])
         return training_log(losses, *args, **kwargs)
 
+    @functools.wraps(evaluation)
+    def recorded_evaluation(state: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        flags.recorder.evaluation = prefix
+        return evaluation(state, prefix, *args, **kwargs)
+
     @functools.wraps(evaluate)
-    def recorded_evaluate(state: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
-        if "main" in flags.recorder.probes:
-            flags.recorder.record["validation"][prefix] = flags.recorder.flat_main_parameters()
-        return evaluate(state, prefix, *args, **kwargs)
+    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+        flags.recorder.evaluate()
+        return evaluate(*args, **kwargs)
 
     def look_at_the_end() -> None:
         flags.recorder.compare_copies()
@@ -167,7 +173,7 @@ def look_on() -> None:
     bridge_train.train_step = recorded_step
     bridge_train.training_log = recorded_log
     train_utils.print_rank_last = flags.printing(print_log)
-    bridge_train.evaluate_and_print_results = recorded_evaluate
+    bridge_train.evaluate_and_print_results, bridge_eval.evaluate = recorded_evaluation, recorded_evaluate
     bridge_pretrain._finish_train = finish_after_a_look
     bridge_pretrain._cleanup_after_pretrain_failure = clean_up_after_a_look
 

@@ -129,7 +129,7 @@ class Recorder:
         self.probes = set(probes)
         self.directory = directory
         self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "printed": {}, "said": [], "validation": {}}
-        self.iteration = 0
+        self.iteration, self.evaluation = 0, ""
         self.has_begun = False
         self.census: CollectiveCensus | None = None
         self.model: Any = None
@@ -142,6 +142,11 @@ class Recorder:
             self.begin_run()
         if "census" in self.probes:
             self.take_census()
+
+    def evaluate(self) -> None:
+        """Records what an evaluation looks at."""
+        if "main" in self.probes:
+            self.record["validation"][self.evaluation] = self.flat_main_parameters()
 
     def begin_run(self) -> None:
         """Records where the run starts: at the beginning or at what it has loaded."""
@@ -336,7 +341,8 @@ def printing(print_log: Callable[[str], None]) -> Callable[[str], None]:
 def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
     train_step, training_log = megatron_training.train_step, megatron_training.training_log
-    evaluate, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
+    evaluation, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
+    evaluate = megatron_training.evaluate
     print_log, print_more = megatron_training.print_rank_last, training_utils.print_rank_last
 
     @functools.wraps(train_step)
@@ -356,11 +362,15 @@ def look_on() -> None:
         recorder.record["said"].append(line)
         print_more(line)
 
+    @functools.wraps(evaluation)
+    def recorded_evaluation(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        recorder.evaluation = prefix
+        return evaluation(prefix, *args, **kwargs)
+
     @functools.wraps(evaluate)
-    def recorded_evaluate(prefix: str, *args: Any, **kwargs: Any) -> Any:
-        if "main" in recorder.probes:
-            recorder.record["validation"][prefix] = recorder.flat_main_parameters()
-        return evaluate(prefix, *args, **kwargs)
+    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+        recorder.evaluate()
+        return evaluate(*args, **kwargs)
 
     def recorded_inner_step(optimizer: Any) -> Any:
         result = inner_step(optimizer)
@@ -372,7 +382,7 @@ def look_on() -> None:
     megatron_training.training_log = recorded_log
     megatron_training.print_rank_last = printing(print_log)
     training_utils.print_rank_last = recorded_more
-    megatron_training.evaluate_and_print_results = recorded_evaluate
+    megatron_training.evaluate_and_print_results, megatron_training.evaluate = recorded_evaluation, recorded_evaluate
 
 
 def look_on_from_above() -> None:

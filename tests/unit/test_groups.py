@@ -19,7 +19,6 @@ def topology(
                 domain=domain_name(rank, f"node {rank // per_node}", per_domain),
                 group=group_of[rank],
                 tensor_parallel=rank - rank % tensor_parallel,
-                peers=members[0][members[group_of[rank]].index(rank)],
             )
             for rank in range(world)
         ]
@@ -31,14 +30,13 @@ def test_draws_groups_and_nodes() -> None:
     assert drawn.describe() == ["group 0: ranks 0-7 on node 0, node 1", "group 1: ranks 8-15 on node 2, node 3"]
     drawn.check()
     assert topology(2, 1, 1, [[0], [1]]).describe() == ["group 0: rank 0 on node 0", "group 1: rank 1 on node 1"]
-    assert drawn.warnings() == []
 
 
 def test_ranks_of_a_node_are_counted_by_its_name_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     # Under srun, torchrun's variable is missing or stale.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     scattered = Topology(
-        [Rank(rank, f"node {rank % 3}", f"node {rank % 3}", group=0, tensor_parallel=rank, peers=rank) for rank in range(8)]
+        [Rank(rank, f"node {rank % 3}", f"node {rank % 3}", group=0, tensor_parallel=rank) for rank in range(8)]
     )
     assert [scattered.ranks_beside(rank) for rank in (0, 1, 2)] == [3, 3, 2]
     assert topology(16, 4, 2, [[*range(8)], [*range(8, 16)]]).ranks_beside(5) == 4
@@ -56,15 +54,3 @@ def test_tensor_parallelism_may_cross_nodes_inside_a_fast_network() -> None:
         topology(16, 4, 8, members).check()
     with pytest.raises(PierConfigError, match=r"crosses domains \(rank 0 on domain 0, .*rank 2 on domain 1"):
         topology(16, 4, 4, members, per_domain=2).check()
-
-
-def test_scattered_pipeline_groups_get_a_warning_unless_inside_one_node_or_fast_network() -> None:
-    # TP 2, PP 2, 16 ranks: what Megatron's default rank order makes of two instances.
-    members = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    assert topology(16, 4, 2, members, per_domain=16).warnings() == []
-    assert topology(8, 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]).warnings() == []
-    [warning] = topology(16, 4, 2, members, per_domain=8).warnings()
-    assert "its pipeline traffic crosses domains" in warning
-    [warning] = topology(16, 4, 2, members).warnings()
-    assert "group 0 is not contiguous over nodes (ranks 0-3, 8-11)" in warning
-    assert "--use-tp-pp-dp-mapping" in warning

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from pier_megatron import PierConfig, PierConfigError
-from pier_megatron.exchange.topology import Rank, Topology
-from pier_megatron.integration import nccl_options
+from pier_megatron.exchange.worlds import Launch
+from pier_megatron.integration import nccl_options, training
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch without NCCL")
 
@@ -86,17 +86,22 @@ def test_bad_values_are_refused_with_the_flag(text: str, said: str, tmp_path: Pa
 
 
 def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder() -> None:
-    made: dict[str, object] = {}
+    made: dict[str, tuple[list[int], object]] = {}
 
-    def note(ranks: list[list[int]], *, timeout: object, pg_options: object, group_desc: str) -> tuple[object, None]:
-        made[group_desc] = pg_options
-        return mock.Mock(), None
+    def note(_: Launch, key: str, name: str, ranks: list[int], timeout: object, options: object = None) -> object:
+        made[name] = ranks, options
+        return mock.Mock()
 
-    topology = Topology([Rank(rank, "node 0", "node 0", group=rank, tensor_parallel=rank, peers=0) for rank in range(4)])
-    with mock.patch.object(dist, "new_subgroups_by_enumeration", note):
-        topology.new_communicator(_MINUTE, "groups")
-        topology.new_site_communicators(2, _MINUTE, "inside", "across")
-    assert made == {"PIER_BETWEEN_GROUPS": "groups", "PIER_INSIDE_SITES": "inside", "PIER_BETWEEN_SITES": "across"}
+    # Rank 1 of group 2 of four, on its way through what training.with_outer_loop connects.
+    launch, args = Launch(5, 8, 4, store=object()), mock.Mock()
+    with mock.patch.object(Launch, "_communicator", note), mock.patch.object(nccl_options, "options", lambda _, name, __: name):
+        launch.connect("BETWEEN_GROUPS", _MINUTE, "groups")
+        training._site_communicators(launch, _config(groups=4, sites=2, site_interval=1, sync_interval=2), args, _MINUTE)
+    assert made == {
+        "BETWEEN_GROUPS": ([1, 3, 5, 7], "groups"),
+        "INSIDE_SITES": ([5, 7], nccl_options.INSIDE_SITES),
+        "BETWEEN_SITES": ([1, 5], nccl_options.BETWEEN_GROUPS),
+    }
 
 
 def test_what_islands_and_pytorch_lack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,12 +216,13 @@ def test_a_newer_release_has_the_rows_of_the_newest_that_is_known(newest: str) -
         assert not versions.is_between(None, "0.9")
     assert only_older.until == "0.17"
     assert only_older in of_first
-    assert len(of_first) == len(seams.TABLE) + len(seams.NEEDED) - 6
+    assert len(of_first) == len(seams.TABLE) + len(seams.NEEDED) - 4
 
 
 def run_of(**given: Any) -> argparse.Namespace:
-    stock = {"optimizer": "adam", "pier_lighthouse": None, "async_save": False, "log_params_norm": False}
-    return argparse.Namespace(**{"pier": True} | stock | given)
+    stock = {"optimizer": "adam", "save": None, "load": None, "async_save": False, "iterations_to_skip": []}
+    pier = {"pier": True, "pier_groups": 2, "pier_lighthouse": None, "pier_sync_seconds": None}
+    return argparse.Namespace(**stock | pier | given)
 
 
 def test_a_plain_run_replaces_few_functions_and_a_stock_run_none() -> None:
@@ -229,10 +230,10 @@ def test_a_plain_run_replaces_few_functions_and_a_stock_run_none() -> None:
         # PyTorch's own Adam is what Megatron has without Transformer Engine and Apex, as on this machine.
         rows = [row for row in seams.TABLE if row.exists and row.used_by is not torch_adam.is_used]
     plain = len(seams.used(rows, run_of()))
-    assert plain + len(seams.BEFORE_ARGUMENTS) <= 25
+    assert plain + len(seams.BEFORE_ARGUMENTS) <= 15
     assert seams.used(rows, run_of(pier=False)) == []
-    kinds = ({"optimizer": "muon"}, {"async_save": True}, {"pier_lighthouse": "http://localhost:1"}, {"log_params_norm": True})
-    assert [len(seams.used(rows, run_of(**kind))) - plain for kind in kinds] == [3, 2, 3, 1]
+    kinds = ({"save": "runs"}, {"load": "runs"}, {"async_save": True}, {"pier_lighthouse": "http://localhost:1"})
+    assert [len(seams.used(rows, run_of(**kind))) - plain for kind in kinds] == [5, 3, 2, 1]
 
 
 _EVERYWHERE = """
@@ -262,7 +263,7 @@ before = everything()
 for owner, name in (
     (megatron.training.training, "train_step"),
     (megatron.training.arguments, "parse_args"),
-    (megatron.core.parallel_state, "RankGenerator"),
+    (megatron.core.parallel_state, "get_nccl_options"),
 ):
     there = vars(owner).pop(name)
     try:
