@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2077,
+    "": 2140,
     "bridge": 546,
     "commands": 3532,
     "cpu": 623,
-    "exchange": 1943,
+    "exchange": 1969,
     "experiments": 4500,
     "integration": 5759,
     "megatron_api": 505,
-    "outer": 2691,
+    "outer": 2806,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -133,7 +133,7 @@ class Takes:
     @classmethod
     def of(cls, config: PierConfig, states: Sequence[OuterState], device_type: str) -> "Takes":
         """Counts the states of a rank whose parameters are on a ``cpu`` or a ``cuda`` device."""
-        chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
+        chunks = [(chunk.carried, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
         wire, is_pinned = wire_of(config), device_type == "cuda"
         stay = [residual.nbytes for state in states for residual in state.reduced_residuals.values() if config.offload]
         return cls(
