@@ -77,7 +77,8 @@ class OuterLoop:
         """
         self.config, self.progress, self._is_under_way = config, Progress(), False
         self.exchange = exchange_between(config, between, islands is not None)
-        self.share = Share(shards, config, self.exchange, group, device, inner_state, store_inner_state, on_change)
+        owned = shards if islands is None else [[alike.whole() for alike in of_optimizer] for of_optimizer in shards]
+        self.share = Share(owned, config, self.exchange, group, device, inner_state, store_inner_state, on_change)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
@@ -258,9 +259,7 @@ class OuterLoop:
             RuntimeError: If an iteration is under way.
         """
         if self._is_under_way:
-            raise RuntimeError(
-                f"snapshot() in iteration {self.iteration}: call it between end_iteration() and begin_iteration()."
-            )
+            raise RuntimeError(f"snapshot() in iteration {self.iteration}: call it before begin_iteration().")
         rounds = [round_.settle() for round_ in self.steps.rounds]
         own = [self.steps.last_restart, *(round_.verdicts.own for round_ in self.steps.rounds)]
         last, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()

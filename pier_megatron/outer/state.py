@@ -64,7 +64,7 @@ class Shards:
         is_copied: Whether other ranks of the group hold the same parameters at the same place, and exchange them over
             communicators of their own.
         holders: Ranks of the group that hold the same parameters at the same place, and exchange a part of them each; None if
-            this rank exchanges all of them, as in elastic islands, where one rank's exchange may fail alone.
+            this rank exchanges all of them.
         is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
             routers. They are exchanged in the last fragment, and exactly.
         stored: How main parameters are read and written that are no FP32 tensors; None if they are.
@@ -77,6 +77,10 @@ class Shards:
     is_averaged: bool = False
     stored: Stored | None = None
     holders: dist.ProcessGroup | None = None
+
+    def whole(self) -> "Shards":
+        """The same parameters without holders, for elastic islands, where the exchange of one rank may fail alone."""
+        return dataclasses.replace(self, holders=None, is_copied=self.is_copied or self.holders is not None)
 
     @property
     def come_last(self) -> bool:

@@ -225,7 +225,7 @@ def calls(method: str, *arguments: Any) -> Command:
         ([calls("begin_iteration", 5)], "Iteration 5 begins, but the last one that Pier knows of is 3"),
         ([calls("end_iteration")], "Iteration 3 has ended already, and what was due is done"),
         ([calls("begin_iteration", 4), calls("begin_iteration", 5)], "Iteration 5 begins, but iteration 4 has not ended"),
-        ([calls("begin_iteration", 4), calls("snapshot")], r"snapshot\(\) in iteration 4: call it between"),
+        ([calls("begin_iteration", 4), calls("snapshot")], r"snapshot\(\) in iteration 4: call it before"),
     ],
 )
 def test_clock_that_is_not_kept_is_refused(ranks: Ranks, commands: list[Command], said: str) -> None:
