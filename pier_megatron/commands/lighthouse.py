@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if least > options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
     _allow_connections(options.islands)
-    from pier_megatron.exchange.membership import keep_quiet, torchft
+    from pier_megatron.exchange.torchft_api import keep_quiet, torchft
 
     keep_quiet(options.islands)
     try:

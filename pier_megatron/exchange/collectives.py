@@ -166,8 +166,9 @@ class SumOfParts(Sum):
 class _AllReduce(Sum):
     def __init__(self, vectors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._works: Sequence[Any]
-        # gloo would copy all vectors into one, and refuses those on a GPU.
-        if len(vectors) == 1 or group._get_backend(vectors[0].device).name() != "nccl":
+        backend = group._get_backend(vectors[0].device)
+        # gloo cannot: it would copy all vectors into one, and refuses those on a GPU. Older PyTorch does not say who can.
+        if len(vectors) == 1 or not getattr(backend, "supports_coalescing", backend.name() == "nccl"):
             self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
         # Megatron launches the reductions of several gradient buckets likewise.
