@@ -18,7 +18,7 @@ from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, exchange_between, moments_of, whole_parameters
-from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, settings_of
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, for_settings, settings_of
 from pier_megatron.outer.state import ANCHOR, Shards
 from pier_megatron.outer.steps import NEVER, OuterSteps
 
@@ -298,7 +298,7 @@ class OuterLoop:
             PierConfigError: If this run would fall back into the lazy start, or has another outer rule or other settings.
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
-        snapshot = self._of_this_rule(snapshot).for_settings(self.config, self.device)
+        snapshot = for_settings(self._of_this_rule(snapshot), self.config, self.device)
         self.progress, self._is_under_way = dataclasses.replace(snapshot.progress), False
         self.steps.drop_rounds()
         self.share.synchronize()

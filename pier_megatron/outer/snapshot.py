@@ -86,25 +86,26 @@ class Snapshot:
     rule: str | None = None
     settings: Mapping[str, object] | None = None
 
-    def for_settings(self, config: PierConfig, device: torch.device) -> "Snapshot":
-        """Returns what a loop on a ``device`` can continue from: with other settings no exchange under way and no residual.
 
-        Raises:
-            PierConfigError: If the settings are others, and the user has not accepted that.
-        """
-        present, saved = settings_of(config, device), self.settings
-        changed = [name for name in present if saved is not None and saved.get(name) != present[name]]
-        if saved is None or not changed:
-            return self
-        if not config.override_checkpoint:
-            changes = ", ".join(f"{flag_of(name)} {saved.get(name)} is now {present[name]}" for name in changed)
-            raise PierConfigError(
-                f"The snapshot of iteration {self.progress.iteration} is of another run: {changes}. Restore what was saved, or "
-                "continue without exchanges under way and residuals: override_checkpoint=True (--pier-override-checkpoint)."
-            )
-        common = common_names(config)
-        states = [{name: state[name] for name in state if name in common} for state in self.states]
-        return dataclasses.replace(self, states=states, rounds=())
+def for_settings(snapshot: Snapshot, config: PierConfig, device: torch.device) -> Snapshot:
+    """Returns what a loop on a ``device`` can continue from: with other settings no exchange under way and no residual.
+
+    Raises:
+        PierConfigError: If the settings are others, and the user has not accepted that.
+    """
+    present, saved = settings_of(config, device), snapshot.settings
+    changed = [name for name in present if saved is not None and saved.get(name) != present[name]]
+    if saved is None or not changed:
+        return snapshot
+    if not config.override_checkpoint:
+        changes = ", ".join(f"{flag_of(name)} {saved.get(name)} is now {present[name]}" for name in changed)
+        raise PierConfigError(
+            f"The snapshot of iteration {snapshot.progress.iteration} is of another run: {changes}. Restore what was saved, or "
+            "continue without exchanges under way and residuals: override_checkpoint=True (--pier-override-checkpoint)."
+        )
+    common = common_names(config)
+    states = [{name: state[name] for name in state if name in common} for state in snapshot.states]
+    return dataclasses.replace(snapshot, states=states, rounds=())
 
 
 def settings_of(config: PierConfig, device: torch.device) -> dict[str, object]:

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from archipelago import INTERVAL, PARTS, Archipelago, Plan
+from archipelago import HEARTBEAT_TIMEOUT, INTERVAL, PARTS, Archipelago, Plan
 
 from pier_megatron.outer.verdicts import ABSENT, GOOD, NOT_FINITE
 
@@ -50,6 +50,24 @@ def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> N
     assert {(3, "new: 2"), (2, "gone: 2"), (2, "gone: 1")} <= {
         (int(number), change) for number, change in re.findall(r"Pier: (\d) of 3 islands are there; (.*)", first.log())
     }
+
+
+def test_a_fresh_island_does_not_begin_a_run_of_its_own_when_those_that_it_was_to_join_die(sea: Archipelago) -> None:
+    """With more than half of the islands in a quorum, which is the lighthouse's default."""
+    others = [sea.start(Plan(index, seconds=0.4)) for index in range(2)]
+    sea.until(lambda: min(island.last_step() for island in others) >= 2 * INTERVAL, 60)
+    fresh = sea.start(Plan(2))
+    # It asks for a quorum, and they are in the middle of an interval.
+    sea.until(lambda: "Start quorum" in fresh.log() if fresh.entries() else False, 60)
+    saved = sea.saved(0, 1)[-1]
+    sea.roll_back_to(saved, keep=[fresh])
+    time.sleep(3 * HEARTBEAT_TIMEOUT)
+    assert fresh.is_alive
+    assert not fresh.has_joined
+    back = sea.start(Plan(0, loads=saved))
+    sea.go_on([back, fresh], seconds=60)
+    assert fresh.took_over
+    sea.check()
 
 
 def test_an_island_that_misses_the_last_message_counts_in_that_step_and_is_left_behind(sea: Archipelago) -> None:
