@@ -17,7 +17,7 @@ from concurrent import futures
 from datetime import date, timedelta
 from typing import Any
 
-from pier_megatron.exchange import membership
+from pier_megatron.exchange import torchft_api
 from pier_megatron.exchange.authentication import answer_peers, ask
 
 _ADDRESS, _PATIENCE = "127.0.0.1", timedelta(seconds=120)
@@ -33,7 +33,7 @@ class Island:
         """Announces itself, as ``Membership`` does."""
         said = {"is_new": False, "run": _RUN, "store": "127.0.0.1:0"}
         self.name = answer_peers(index, _ADDRESS, secret, lambda: said)
-        coordination = membership.torchft("coordination")
+        coordination = torchft_api.torchft("coordination")
         self.server = coordination.ManagerServer(
             replica_id=self.name,
             lighthouse_addr=lighthouse,
@@ -41,9 +41,9 @@ class Island:
             bind=f"{_ADDRESS}:0",
             store_addr=f"{_ADDRESS}:0",
             world_size=1,
-            heartbeat_interval=membership._HEARTBEAT,
+            heartbeat_interval=torchft_api.HEARTBEAT,
             connect_timeout=_PATIENCE,
-            quorum_retries=membership._RETRIES,
+            quorum_retries=torchft_api.RETRIES,
         )
         self._client = coordination.ManagerClient(self.server.address(), connect_timeout=_PATIENCE)
 
@@ -92,7 +92,7 @@ def _measure(number: int) -> None:
     assert lighthouse.stdout is not None
     address = lighthouse.stdout.readline().split()[1].rstrip(":")
     secret = secrets.token_bytes(32)
-    membership.keep_quiet(number)
+    torchft_api.keep_quiet(number)
     try:
         with futures.ThreadPoolExecutor(number) as pool:
             starts, islands = _seconds(lambda: list(pool.map(lambda i: Island(i, address, secret), range(number))))

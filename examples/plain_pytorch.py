@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pier_megatron import PierConfig
-from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport
+from pier_megatron.outer import OuterLoop, OuterStepReport
 
 CONTEXT, BATCH = 64, 16
 
@@ -68,7 +68,7 @@ def main() -> None:
             print(step.line())
 
     config = PierConfig(options.iterations, options.groups, sync_interval=options.sync_interval, preset=options.preset)
-    loop = OuterLoop.for_optimizer(optimizer, config, GroupExchange(between, config.codec), group=inside, report=report)
+    loop = OuterLoop.for_optimizer(optimizer, config, between, group=inside, report=report)
 
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))))
     draw = torch.Generator().manual_seed(1 + rank)  # Every rank reads other text.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.pairs import draw_subgroups
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
@@ -42,6 +43,7 @@ def train(
     on_iteration: Callable[[int, list[list[Tensor]]], None] = lambda iteration, groups: None,
     skipped: Collection[int] = (),
     averaged: Collection[int] = (),
+    blocks: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
 
@@ -56,6 +58,8 @@ def train(
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
         averaged: Indices of parameters that outer steps average without momentum: the biases of routers.
+        blocks: Numbers of the blocks that share a scale where few bits are sent, by parameter and element, int64; elements of
+            -1 travel exactly. None: all parameters in one vector, cut every 128 elements.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -67,6 +71,10 @@ def train(
     anchors = [[tensor.clone() for tensor in theta] for theta in groups]
     momenta = [[torch.zeros_like(tensor) for tensor in anchor] for anchor in anchors]
     masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in initial]]
+    if blocks is None:
+        places = torch.arange(sum(tensor.numel() for tensor in initial)) // BLOCK
+        blocks = [part.view(of.shape) for part, of in zip(places.split([of.numel() for of in initial]), initial, strict=True)]
+    wire = _Wire(config, [torch.full_like(part, -1) if i in averaged else part for i, part in enumerate(blocks)])
     underway: list[_Exchange] = []
     restarted = [-1] * config.groups  # Iteration at whose end a group was restarted last.
 
@@ -74,8 +82,12 @@ def train(
         """Outer step of one fragment, in each subgroup."""
         for met in _meetings(config, exchange.begun):
             good = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
+            moved = {group: [a - sent for a, sent in zip(anchors[group], exchange.sent[group], strict=True)] for group in good}
+            if config.has_common_anchor:
+                # All groups see the same mean, as if each had sent it.
+                moved = dict.fromkeys(good, wire.mean(moved, masks[exchange.fragment]))
             for i, mask in enumerate(masks[exchange.fragment]):
-                own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
+                own = {group: moved[group][i] for group in good}
                 step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
@@ -151,6 +163,59 @@ def train(
     return anchors[0]
 
 
+class _Wire:
+    """The mean of pseudo-gradients as it arrives in few bits, with error feedback: arXiv 1901.09847.
+
+    Each group sends its own, and what was dropped of it before, encoded. Their sum, and what was dropped of sums before, comes
+    back encoded. A group that is excluded sends nothing new. With sites the first group of each speaks for all of them.
+    """
+
+    def __init__(self, config: PierConfig, blocks: Sequence[Tensor]) -> None:
+        self._config, self._sizes = config, [part.numel() for part in blocks]
+        self._senders = range(0, config.groups, config.groups_in_site if config.sites else 1)
+        self._blocks = torch.cat([part.flatten() for part in blocks])
+        numel = len(self._blocks)
+        self._dropped = {sender: torch.zeros(numel, dtype=torch.float64) for sender in (*self._senders, "sum")}
+
+    def mean(self, moved: Mapping[int, Sequence[Tensor]], mask: Sequence[Tensor]) -> list[Tensor]:
+        """Mean of what the groups that count have ``moved`` by, where the fragment's mask is set."""
+        here, zero = torch.cat([part.flatten() for part in mask]), torch.zeros(len(self._blocks), dtype=torch.float64)
+        own = {group: torch.cat([part.flatten() for part in parts]) for group, parts in moved.items()}
+        total = torch.stack([self._through(sender, own.get(sender, zero), here) for sender in self._senders]).sum(0)
+        mean = self._through("sum", total, here) / sum(sender in own for sender in self._senders)
+        return [part.view(of.shape) for part, of in zip(mean.split(self._sizes), mask, strict=True)]
+
+    def _through(self, sender: int | str, exact: Tensor, here: Tensor) -> Tensor:
+        """What arrives of a vector; the rest is kept for the next one, with error feedback."""
+        if self._config.codec.lossless or len(self._senders) == 1:
+            return exact
+        exact = torch.where(here, exact + self._dropped[sender], 0.0)
+        arrives = torch.where(self._blocks < 0, exact, decoded(self._config.codec, exact, self._blocks))
+        if self._config.has_error_feedback:
+            self._dropped[sender] = torch.where(here, exact - arrives, self._dropped[sender])
+        return arrives
+
+
+def decoded(codec: Codec, vector: Tensor, blocks: Tensor) -> Tensor:
+    """What arrives of a vector that a codec encodes: the largest number of each block maps to the largest integer.
+
+    Args:
+        codec: Codec with few bits.
+        vector: float64 of shape ``[n]``.
+        blocks: Number of the block of each element, int64.
+    """
+    if not codec.scaled:
+        return vector.to(torch.bfloat16).double()
+    half, place = 2 ** (codec.bits - 1), blocks.unique(return_inverse=True)[1]
+    largest = torch.zeros(len(vector), dtype=torch.float64).scatter_reduce(0, place, vector.abs(), "amax")
+    # With one and two bits the levels are the middles between integers: zero would take one that cannot be spared.
+    few = codec.bits <= 2
+    scale: Tensor = (largest / half).to(torch.bfloat16).double() if few else largest / (half - 1)
+    units = vector / torch.where(scale == 0, 1.0, scale)[place]
+    levels = units.floor().clamp(-half, half - 1) + 0.5 if few else units.round()
+    return levels * scale[place]
+
+
 _State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
 
 
@@ -208,5 +273,5 @@ def _hand_over(source: torch.optim.Optimizer | None, target: torch.optim.Optimiz
     pairs = zip((source or target).param_groups, target.param_groups, strict=True)
     for one, other in ((one, other) for of, to in pairs for one, other in zip(of["params"], to["params"], strict=True)):
         for name, moment in target.state[other].items():
-            if moment.shape == other.shape:
+            if name != "step":
                 moment.copy_(source.state[one][name]) if source and source.state[one] else moment.zero_()

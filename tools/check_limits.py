@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2077,
+    "": 2140,
     "bridge": 546,
-    "commands": 3532,
+    "commands": 3543,
     "cpu": 623,
-    "exchange": 1943,
+    "exchange": 2025,
     "experiments": 4500,
-    "integration": 5759,
+    "integration": 5795,
     "megatron_api": 505,
-    "outer": 2691,
+    "outer": 2810,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if least > options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
     _allow_connections(options.islands)
-    from pier_megatron.exchange.membership import keep_quiet, torchft
+    from pier_megatron.exchange.torchft_api import keep_quiet, torchft
 
     keep_quiet(options.islands)
     try:
@@ -88,6 +88,12 @@ def run(options: argparse.Namespace) -> int:
     # In a URL an IPv6 address stands in brackets.
     host = f"[{options.address}]" if ":" in options.address else options.address
     print(f"--pier-lighthouse http://{host}:{port}: for up to {options.islands} islands, at least {least}", flush=True)
+    if least < more_than_half(options.islands):
+        print(
+            f"WARNING: --min-islands {least} of --islands {options.islands}, half or fewer: an island that starts without "
+            "--load while the others are gone begins a run of its own, from random weights.",
+            flush=True,
+        )
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

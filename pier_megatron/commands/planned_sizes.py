@@ -94,8 +94,11 @@ def experts_of_first_shard(args: argparse.Namespace) -> int:
 
 def owners(args: argparse.Namespace, of_experts: bool = False) -> int:
     """Ranks of a group that shard the parameters of a validated job: those of routed experts, or the others."""
-    if not are_shared_out(args):
-        return 1
+    return replicas_in_group(args, of_experts) if are_shared_out(args) else 1
+
+
+def replicas_in_group(args: argparse.Namespace, of_experts: bool) -> int:
+    """Data-parallel and context-parallel ranks of a group: those of routed experts, or of the other parameters."""
     replicas: int = args.data_parallel_size * args.context_parallel_size
     if of_experts:
         ranks = args.expert_tensor_parallel_size * args.expert_model_parallel_size
@@ -108,7 +111,9 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
 
     Where ranks of a group shard the parameters, Megatron pads the buffers that it divides, and a rank may hold fewer.
     """
-    has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
+    is_whole, is_elastic = not are_shared_out(args), config.lighthouse is not None
+    has_copies = args.tensor_model_parallel_size > 1 or (is_whole and is_elastic)
+    holders = [replicas_in_group(args, of) if is_whole and not is_elastic else 1 for of in (False, True)]
     split, copied, tied = parameters_of_first_shard(args)
     # Tensor parallelism does not divide them, so that they are among what is copied.
     experts = experts_of_first_shard(args)
@@ -118,7 +123,7 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     # As if fragments could end anywhere: where they end between parameters, they are about as large.
     stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
     own_experts = -(-apart // owners(args, of_experts=True))
-    return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts)
+    return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts, *holders)
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:

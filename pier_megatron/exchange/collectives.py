@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,11 +113,62 @@ class Sum:
             each.finish()
 
 
+def sum_over(
+    exchange: GroupExchange,
+    holders: dist.ProcessGroup | None,
+    vectors: Sequence[Tensor],
+    residuals: Sequence["Residual | None"] = (),
+    exactly: bool = False,
+) -> Sum:
+    """Begins to sum vectors over the groups of an ``exchange``; see :meth:`GroupExchange.sum`.
+
+    Ranks that hold the same vectors, the ``holders``, exchange a part each and put the parts together among themselves: they
+    send what one of them would.
+    """
+    if holders is None or exchange.size == 1:
+        return exchange.sum(vectors, residuals, exactly)
+    return SumOfParts(exchange.sum, holders, vectors, residuals, exactly)
+
+
+class SumOfParts(Sum):
+    """A sum of this rank's parts of vectors, which all ranks that hold the same vectors then put together."""
+
+    def __init__(
+        self,
+        begin: Callable[..., Sum],
+        holders: dist.ProcessGroup,
+        vectors: Sequence[Tensor],
+        residuals: Sequence["Residual | None"],
+        exactly: bool,
+    ) -> None:
+        """Begins the sum of the parts, as ``begin`` does; the other arguments are those of :func:`sum_over`."""
+        self._vectors, self._holders, rank = vectors, holders, holders.rank()
+        self._parts = [vector.new_zeros(-(-len(vector) // holders.size())) for vector in vectors]
+        carried = [slice(rank * len(part), (rank + 1) * len(part)) for part in self._parts]
+        for part, vector, place in zip(self._parts, vectors, carried, strict=True):
+            part[: len(vector[place])].copy_(vector[place])
+        dropped = [
+            residual and Residual(residual.sent[place], residual.reduced)
+            for residual, place in zip(residuals, carried, strict=False)
+        ]
+        super().__init__([begin(self._parts, dropped, exactly)])
+
+    def finish(self) -> None:
+        """Waits for the parts, and puts them together."""
+        super().finish()
+        # One after the other: together their buffers would exceed the vectors.
+        for vector, part in zip(self._vectors, self._parts, strict=True):
+            gathered = part.new_empty(self._holders.size(), len(part))
+            gather_into(gathered, part[None], self._holders).wait()
+            vector.copy_(gathered.view(-1)[: len(vector)])
+
+
 class _AllReduce(Sum):
     def __init__(self, vectors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._works: Sequence[Any]
-        # gloo would copy all vectors into one, and refuses those on a GPU.
-        if len(vectors) == 1 or group._get_backend(vectors[0].device).name() != "nccl":
+        backend = group._get_backend(vectors[0].device)
+        # gloo cannot: it would copy all vectors into one, and refuses those on a GPU. Older PyTorch does not say who can.
+        if len(vectors) == 1 or not getattr(backend, "supports_coalescing", backend.name() == "nccl"):
             self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
         # Megatron launches the reductions of several gradient buckets likewise.

@@ -9,7 +9,6 @@ import datetime
 import enum
 import functools
 import json
-import os
 import time
 import zlib
 from collections.abc import Sequence
@@ -24,41 +23,7 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
 from pier_megatron.exchange.silence import REMEMBERED, SECONDS, Meeting, changes, lost_peer, neighbours
-from pier_megatron.exchange.topology import NAMED
-
-# How often an island says that it is alive. The lighthouse gives it up after several of these.
-_HEARTBEAT = datetime.timedelta(milliseconds=200)
-CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
-
-# How often torchft asks a lighthouse again that does not answer: so often that only the time of the question counts. It says
-# nothing when it gives up, and who has asked would wait all that time although the lighthouse is back.
-_RETRIES = 1000
-
-
-def torchft(module: str) -> Any:
-    """Imports a module of torchft.
-
-    Raises:
-        PierConfigError: If it is not installed.
-    """
-    import importlib
-
-    try:
-        return importlib.import_module(f"torchft.{module}")
-    except ImportError as error:
-        raise PierConfigError(
-            f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it with pip install "
-            "'torchft>=0.2', the extra [islands] of this plugin."
-        ) from error
-
-
-def keep_quiet(islands: int) -> None:
-    """Keeps torchft from logging every quorum in full, where many islands may be there; before its modules are imported.
-
-    Each island logs all of them: 230 kB of each quorum of a thousand. RUST_LOG=info brings it back.
-    """
-    if islands > NAMED:
-        os.environ.setdefault("RUST_LOG", "warn")
+from pier_megatron.exchange.torchft_api import CONNECT_TIMEOUT, HEARTBEAT, Announced, keep_quiet
 
 
 class Outcome(enum.IntEnum):
@@ -118,11 +83,12 @@ class Membership:
         if world.rank() == 0:
             try:
                 self._secret = read_secret(secret_file)
-                self._store, self._client = self._announce(index, lighthouse, address)
+                self._store = store_at(address)
+                self._island = self._announce(index, lighthouse, address)
                 host = [address, self._store.port]
             except PierConfigError as error:
                 host[0] = str(error)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, TypeError) as error:
                 print(f" Pier: island {index}: {error}", flush=True)
                 host[0] = (
                     f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or "
@@ -219,25 +185,12 @@ class Membership:
             return None
         return lost_peer(islands[:1] if self._communicator.is_connected else islands, meeting, self._secret)
 
-    def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
-        """Registers the island, on its first rank. Returns its store and its client of the lighthouse."""
-        store = store_at(address)
+    def _announce(self, index: int, lighthouse: str, address: str) -> Announced:
+        """Registers the island, on its first rank."""
         self._name = answer_peers(index, address, self._secret, self._description)
-        self._at = [address, store.port]
+        self._at = [address, self._store.port]
         keep_quiet(self._most)
-        coordination = torchft("coordination")
-        self._server = coordination.ManagerServer(
-            replica_id=self._name,
-            lighthouse_addr=lighthouse,
-            hostname=address,
-            bind=f"{address}:0",
-            store_addr=f"{address}:{store.port}",
-            world_size=1,
-            heartbeat_interval=_HEARTBEAT,
-            connect_timeout=CONNECT_TIMEOUT,
-            quorum_retries=_RETRIES,
-        )
-        return store, coordination.ManagerClient(self._server.address(), connect_timeout=CONNECT_TIMEOUT)
+        return Announced(self._name, lighthouse, address, self._store.port)
 
     def _quorum(self, within: datetime.timedelta) -> Description:
         """Forms a quorum. One rank asks and passes on the answer: torchft could give each rank a different quorum."""
@@ -309,30 +262,22 @@ class Membership:
     def _ask(self, within: datetime.timedelta) -> Description:
         patience = 0.0
         while True:
-            quorum = self._client._quorum(
-                group_rank=0,
-                # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count. It grows,
-                # also when the island with the fastest clock has gone.
-                step=max(time.time_ns(), self._meeting[0] + 1),
-                checkpoint_metadata="",
-                shrink_only=False,
-                timeout=within,
-                commit_failures=self._failures,
-                init_sync=False,
-            )
-            if not patience and quorum.quorum_id <= self._last_quorum:
+            # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count. It grows, also
+            # when the island with the fastest clock has gone.
+            quorum = self._island.quorum(max(time.time_ns(), self._meeting[0] + 1), self._failures, within)
+            if not patience and quorum.id <= self._last_quorum:
                 patience = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
-            if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
+            if self._known.issubset(quorum.islands) or time.monotonic() > patience:
                 break
             # A new lighthouse, which takes the first islands that it hears of for all. The others are on their way to it.
-            self._left.append(quorum.max_step)
-            time.sleep(_HEARTBEAT.total_seconds())
-        self._last_quorum, self._known = quorum.quorum_id, frozenset(quorum.replica_ids)
+            self._left.append(quorum.step)
+            time.sleep(HEARTBEAT.total_seconds())
+        self._last_quorum, self._known = quorum.id, frozenset(quorum.islands)
         return {
-            "id": quorum.quorum_id,
-            "islands": quorum.replica_ids,
+            "id": quorum.id,
+            "islands": quorum.islands,
             "own": self._name,
-            "step": quorum.max_step,
+            "step": quorum.step,
         }
 
 

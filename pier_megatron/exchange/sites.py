@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
-from pier_megatron.exchange.encoded import gather_into
+from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, SumOfParts
 from pier_megatron.exchange.wire import Wire
 
 
@@ -31,31 +30,8 @@ class SiteExchange(GroupExchange):
 
     def sum(self, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
         """Begins to sum vectors, the same in all groups of a site, over the sites; see :meth:`GroupExchange.sum`."""
-        rank, parts = self.inside.rank, [vector.new_zeros(self.wire.part_numel(len(vector))) for vector in vectors]
-        carried = [slice(rank * len(part), (rank + 1) * len(part)) for part in parts]
-        for part, vector, place in zip(parts, vectors, carried, strict=True):
-            part[: len(vector[place])].copy_(vector[place])
-        dropped = [
-            residual and Residual(residual.sent[place], residual.reduced)
-            for residual, place in zip(residuals, carried, strict=False)
-        ]
-        return _SumOfParts(super().sum(parts, dropped, exactly), vectors, parts, self.inside)
-
-
-class _SumOfParts(Sum):
-    """A sum over the sites of this group's parts, which the groups of the site then put together."""
-
-    def __init__(self, of_parts: Sum, vectors: Sequence[Tensor], parts: Sequence[Tensor], inside: GroupExchange) -> None:
-        super().__init__([of_parts])
-        self._vectors, self._parts, self._inside = vectors, parts, inside
-
-    def finish(self) -> None:
-        super().finish()
-        # One after the other: together their buffers would exceed the vectors.
-        for vector, part in zip(self._vectors, self._parts, strict=True):
-            gathered = part.new_empty(self._inside.size, len(part))
-            gather_into(gathered, part[None], self._inside.process_group).wait()
-            vector.copy_(gathered.view(-1)[: len(vector)])
+        assert self.inside.process_group is not None
+        return SumOfParts(super().sum, self.inside.process_group, vectors, residuals, exactly)
 
 
 def new_site_communicators(

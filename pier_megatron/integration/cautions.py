@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
 from pier_megatron.integration.inner.requirements import are_shared_out, scaled
-from pier_megatron.megatron_api import run
+from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import flag
 
 # Flags that are turned off with a warning, and why: what they do for a stock run has no place in this one.
@@ -20,6 +21,10 @@ _TURNED_OFF = {
     "check_weight_hash_across_dp_replicas_interval": "it compares all groups, whose weights differ between outer steps. Pier "
     "compares copies inside a group itself, some of them at each outer step",
 }
+
+
+TESTED = {"torch": ("2.8", "2.14"), "torchft": ("0.2", "0.2"), "emerging-optimizers": ("0.3", "0.3")}
+"""First and last release of each package that tests have run on: docs/status.md says which tests, and when."""
 
 
 @dataclasses.dataclass
@@ -44,7 +49,7 @@ def turn_off_what_has_no_use(args: Any, assign: Callable[[Any, str, object], Non
 
 def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
-    found = [*run.part(_TurnedOff).warnings]
+    found = [*run.part(_TurnedOff).warnings, *_untested(config)]
     if getattr(args, "pier_waits_for_saves", False):
         found.append(
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
@@ -109,6 +114,23 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 "from which all groups then resume."
             )
     return found + _waits(args, config)
+
+
+def _untested(config: PierConfig) -> list[str]:
+    """Says which packages of this run are of a release without tests."""
+    is_used = {"torchft": config.lighthouse is not None, "emerging-optimizers": config.inner_optimizer == "muon"}
+    found = []
+    for package, (first, last) in TESTED.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if is_used.get(package, True) and not versions.is_between(first, last, version):
+            found.append(
+                f"{package} {version}: Pier was tested with {first if first == last else f'{first} to {last}'}. Install that, "
+                "or first compare a short run with one that was tested."
+            )
+    return found
 
 
 def _waits(args: argparse.Namespace, config: PierConfig) -> list[str]:

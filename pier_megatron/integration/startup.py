@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -133,7 +134,7 @@ class Takes:
     @classmethod
     def of(cls, config: PierConfig, states: Sequence[OuterState], device_type: str) -> "Takes":
         """Counts the states of a rank whose parameters are on a ``cpu`` or a ``cuda`` device."""
-        chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
+        chunks = [(chunk.carried, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
         wire, is_pinned = wire_of(config), device_type == "cuda"
         stay = [residual.nbytes for state in states for residual in state.reduced_residuals.values() if config.offload]
         return cls(
@@ -154,6 +155,8 @@ class Takes:
         device_type: str,
         stored: Stored | None = None,
         experts: int = 0,
+        holders: int = 1,
+        holders_of_experts: int = 1,
     ) -> "Takes":
         """Counts what a rank will hold, without allocating it.
 
@@ -164,17 +167,21 @@ class Takes:
             device_type: Device of the run, ``cpu`` or ``cuda``.
             stored: Format of main parameters that are no FP32 tensors.
             experts: Number of parameters of routed experts, which an optimizer of their own steps.
+            holders: Number of ranks that hold all of them and exchange a part each.
+            holders_of_experts: Likewise of routed experts.
         """
+        # They have a size, and do not talk.
+        ranks, of_experts = (dist.ProcessGroup(0, size) for size in (holders, holders_of_experts))  # type: ignore[call-arg]
         split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
         of_optimizers = [
             [
-                Shards(split, stored=stored),
-                Shards(copied, is_copied=copies, stored=stored),
-                Shards(tied, is_tied=True, stored=stored),
+                Shards(split, stored=stored, holders=ranks),
+                Shards(copied, is_copied=copies, stored=stored, holders=ranks),
+                Shards(tied, is_tied=True, stored=stored, holders=ranks),
             ]
         ]
         if experts:
-            of_optimizers.append([Shards([torch.empty(experts, device="meta")], stored=stored)])
+            of_optimizers.append([Shards([torch.empty(experts, device="meta")], stored=stored, holders=of_experts)])
         states = [
             OuterState(
                 shards,

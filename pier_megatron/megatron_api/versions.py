@@ -29,9 +29,9 @@ def release() -> str:
     return ".".join(megatron_version().split(".")[:2])
 
 
-def is_between(since: str | None, until: str | None) -> bool:
-    """Whether the release that this process imports is one from ``since`` to ``until``, both included; None is no bound."""
-    here = _numbers(release())
+def is_between(since: str | None, until: str | None, version: str | None = None) -> bool:
+    """Whether a release is one from ``since`` to ``until``, both included; None is no bound, or this process's Megatron."""
+    here = _numbers(release() if version is None else version)
     return (since is None or _numbers(since) <= here) and (until is None or here <= _numbers(until))
 
 

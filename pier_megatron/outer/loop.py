@@ -17,8 +17,8 @@ from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
-from pier_megatron.outer.share import Share, moments_of, whole_parameters
-from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
+from pier_megatron.outer.share import Share, exchange_between, moments_of, whole_parameters
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, for_settings, settings_of
 from pier_megatron.outer.state import ANCHOR, Shards
 from pier_megatron.outer.steps import NEVER, OuterSteps
 
@@ -42,7 +42,7 @@ class OuterLoop:
         self,
         shards: Sequence[Sequence[Shards]],
         config: PierConfig,
-        exchange: GroupExchange,
+        between: dist.ProcessGroup | GroupExchange | None,
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
@@ -58,23 +58,27 @@ class OuterLoop:
         Args:
             shards: The FP32 parameters that this rank owns; a list for each optimizer that owns some of them.
             config: Schedules and sizes.
-            exchange: Collectives between the ranks that own the same parameters, one rank of each group.
+            between: Communicator of the ranks that own the same parameters, one of each group in group order, or collectives
+                over it; None for a single group.
             group: Ranks that share the parameters of this group; None if this rank owns all of them.
             device: Device of the tensors in collectives; by default, that of the parameters.
-            inner_state: The inner optimizer's tensors for one of these parameters, of its shape, by name: what a group that
-                is restarted takes over from another one.
+            inner_state: The inner optimizer's tensors for one of these parameters by name, of any shape: what a group that is
+                restarted takes over from another one.
             store_inner_state: Called with what was changed of it, for optimizers that hand out copies.
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
-            islands: Elastic islands; ``exchange`` is then that of this group alone.
+            islands: Elastic islands; ``between`` is then that of this group alone.
             sites: Collectives between sites, with ``config.sites``.
 
         Raises:
             TypeError: If a parameter is not float32.
-            PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
+            PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`, or the communicator
+                is not between ``config.groups`` groups.
         """
-        self.config, self.exchange, self.progress = config, exchange, Progress()
-        self.share = Share(shards, config, exchange, group, device, inner_state, store_inner_state, on_change)
+        self.config, self.progress, self._is_under_way = config, Progress(), False
+        self.exchange = exchange_between(config, between, islands is not None)
+        owned = shards if islands is None else [[alike.whole() for alike in of_optimizer] for of_optimizer in shards]
+        self.share = Share(owned, config, self.exchange, group, device, inner_state, store_inner_state, on_change)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
@@ -87,7 +91,7 @@ class OuterLoop:
         cls,
         optimizer: torch.optim.Optimizer,
         config: PierConfig,
-        exchange: GroupExchange,
+        between: dist.ProcessGroup | GroupExchange | None,
         *,
         group: dist.ProcessGroup | None = None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
@@ -95,13 +99,15 @@ class OuterLoop:
     ) -> Self:
         """Builds the loop over the FP32 parameters of an inner optimizer; every rank of a group must hold all of them.
 
-        The other arguments are those of the class, see :meth:`__init__`; the ranks of ``group`` train copies of the parameters.
+        The other arguments are those of the class, see :meth:`__init__`. The ranks of ``group`` train copies of the parameters,
+        and each exchanges a part of them.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.
+            PierConfigError: If the communicator is not between ``config.groups`` groups.
         """
         shards, moments = [[whole_parameters(optimizer, group)]], functools.partial(moments_of, optimizer)
-        return cls(shards, config, exchange, group=group, inner_state=moments, report=report, sites=sites)
+        return cls(shards, config, between, group=group, inner_state=moments, report=report, sites=sites)
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -145,13 +151,18 @@ class OuterLoop:
             iteration: Iteration that begins, counted from 1.
 
         Raises:
-            RuntimeError: If it is not the one after the last.
+            RuntimeError: If it is not the one after the last, or that has not ended.
         """
         if iteration != self.iteration + 1:
             raise RuntimeError(
                 f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
                 "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
                 "ones too."
+            )
+        if self._is_under_way:
+            raise RuntimeError(
+                f"Iteration {iteration} begins, but iteration {self.iteration} has not ended: call end_iteration() after its "
+                "inner step, also where that was skipped."
             )
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
@@ -161,12 +172,13 @@ class OuterLoop:
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
             self.share.become_anchor()
             self.progress.is_local, self.progress.trained = True, 0
-        self.progress.iteration = iteration
+        self.progress.iteration, self._is_under_way = iteration, True
         self.progress.is_synchronised = not self.is_local
 
     def take_back_iteration(self) -> None:
         """Sets the clock back by an iteration that has begun, and that nobody will end: what is saved now was there before."""
         self.progress.iteration -= 1
+        self._is_under_way = False
 
     def note_training(self, loss: Tensor | float | None, grad_norm: Tensor | float | None = None) -> None:
         """Notes loss and gradient norm of an iteration, for the next outer step's report; reads nothing from a device.
@@ -188,7 +200,14 @@ class OuterLoop:
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
             AnchorsDifferError: If the groups do not hold the same anchor.
+            RuntimeError: If no iteration is under way.
         """
+        if not self._is_under_way:
+            raise RuntimeError(
+                f"Iteration {self.iteration} has ended already, and what was due is done. Call begin_iteration() before each "
+                "iteration, and end_iteration() once after it."
+            )
+        self._is_under_way = False
         self.progress.trained += has_trained
         self.steps.proceed(self.progress)
         # Where all groups hold the same parameters they have just met: nobody waits.
@@ -227,6 +246,7 @@ class OuterLoop:
         self.steps.last_restart = NEVER
         if iteration is not None:
             self.progress.iteration = iteration
+        self._is_under_way = False
         # All groups hold the same parameters, as after an outer step.
         self.progress.last_common_step, self.progress.trained = self.iteration, 0
 
@@ -234,7 +254,12 @@ class OuterLoop:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.
 
         Waits for what is on its way between the groups, and applies nothing before its time. Its tensors are the loop's own.
+
+        Raises:
+            RuntimeError: If an iteration is under way.
         """
+        if self._is_under_way:
+            raise RuntimeError(f"snapshot() in iteration {self.iteration}: call it before begin_iteration().")
         rounds = [round_.settle() for round_ in self.steps.rounds]
         own = [self.steps.last_restart, *(round_.verdicts.own for round_ in self.steps.rounds)]
         last, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
@@ -245,6 +270,7 @@ class OuterLoop:
             [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
             self.config.rule_name,
+            settings_of(self.config, self.device),
         )
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
@@ -269,13 +295,13 @@ class OuterLoop:
             snapshot: Snapshot that :meth:`snapshot` has returned.
 
         Raises:
-            PierConfigError: If this run would fall back into the lazy start, or has another outer rule.
+            PierConfigError: If this run would fall back into the lazy start, or has another outer rule or other settings.
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
-        self.progress = dataclasses.replace(snapshot.progress)
+        snapshot = for_settings(self._of_this_rule(snapshot), self.config, self.device)
+        self.progress, self._is_under_way = dataclasses.replace(snapshot.progress), False
         self.steps.drop_rounds()
         self.share.synchronize()
-        snapshot = self._of_this_rule(snapshot)
         for state, saved in zip(self.states, snapshot.states, strict=True):
             state.restore(saved)
         self.steps.rounds = [self.steps.resume(round_) for round_ in snapshot.rounds]
@@ -308,8 +334,9 @@ class OuterLoop:
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        Evaluation and saving between outer steps use it: training then continues as if nobody had looked,
-        except that main parameters in FP16 leave the model rounded as a resumed run has it.
+        Where all groups hold the same parameters, as in the lazy start, it is these. Evaluation and saving between outer steps
+        use it: training then continues as if nobody had looked, except that main parameters in FP16 leave the model rounded as
+        a resumed run has it.
 
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.
@@ -317,4 +344,6 @@ class OuterLoop:
         Returns:
             A context that yields the parameters as they are trained, laid out as the flat buffers of each state.
         """
+        if self.is_synchronised:
+            return contextlib.nullcontext([state.parameters_on_host() for state in self.states])
         return self.share.showing_anchor(as_mean)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum, sum_over
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
@@ -147,7 +148,7 @@ class OuterRound:
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(
-            exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
+            exchange.wire.bytes_of_sum(chunk.carried, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
         )
 
     def begin(self) -> None:
@@ -276,12 +277,14 @@ class OuterRound:
             land()
 
     def _sum(self, batch: Sequence[Staged]) -> Sum:
+        alike: dict[tuple[dist.ProcessGroup | None, bool], list[Staged]] = {}
+        for staged in batch:
+            shards = staged.chunk.shards
+            alike.setdefault((shards.holders, shards.travel_exactly(self.exchange.codec)), []).append(staged)
         sums = []
-        for exactly in (False, True):
-            alike = [each for each in batch if each.chunk.shards.travel_exactly(self.exchange.codec) == exactly]
-            if alike:
-                vectors, residuals = zip(*((staged.shared, staged.residual) for staged in alike), strict=True)
-                sums.append(self.exchange.sum(vectors, residuals, exactly))
+        for (holders, exactly), together in alike.items():
+            vectors, residuals = zip(*((staged.shared, staged.residual) for staged in together), strict=True)
+            sums.append(sum_over(self.exchange, holders, vectors, residuals, exactly))
         return Sum(sums)
 
     def _rule_of(self, staged: Staged) -> OuterRule:

@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange, Sum
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.collectives import GroupExchange, Sum, sum_over
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
+from pier_megatron.settings import flag_of
 
 
 class Moments:
@@ -27,9 +29,10 @@ class Moments:
         """Remembers whose they are; the functions are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
         self._parameters, self._read, self._write = parameters, read, write
 
-    def __len__(self) -> int:
-        """Returns their number, which is zero before the first inner step."""
-        return sum(len(self._read(parameter)) for parameter in self._parameters)
+    def _sizes(self) -> tuple[int, int]:
+        """Returns their number, which is zero before the first inner step, and the number of their elements."""
+        sizes = [moment.numel() for moment in self.each()]
+        return len(sizes), sum(sizes)
 
     def each(self, changes: bool = False) -> Iterator[Tensor]:
         """Yields one after the other, since copies take as much memory as a parameter, and stores ``changes`` in place."""
@@ -44,9 +47,9 @@ class Moments:
 
         Groups are named by their index in the exchange, whose tensors are on the ``device``.
         """
-        numbers, is_changed = exchange.gather(torch.tensor([len(self)], device=device)).result(), exchange.rank in groups
+        sizes, is_changed = exchange.gather(torch.tensor([*self._sizes()], device=device)).result(), exchange.rank in groups
         # A group that has skipped all its steps so far has no moments to give or to take.
-        source = source if len(numbers.unique()) == 1 else None
+        source = source if len(sizes.unique(dim=0)) == 1 else None
         for moment in self.each(is_changed) if is_changed or source is not None else ():
             if source is None:
                 moment.zero_()
@@ -167,14 +170,16 @@ class Share:
             staged.chunk.copy_parameters_to(staged.shared)
             if not counted[exchange.rank]:
                 staged.shared.zero_()
-            total = exchange.sum([staged.shared], exactly=staged.chunk.shards.travel_exactly(exchange.codec))
+            shards = staged.chunk.shards
+            total = sum_over(exchange, shards.holders, [staged.shared], exactly=shards.travel_exactly(exchange.codec))
             _write_mean(staged, total, sum(counted))
 
     def _write_mean_of_anchors(self) -> None:
         """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
         for staged in self._lent(ANCHOR):
             staged.shared.copy_(staged.anchor)
-            _write_mean(staged, self.exchange.sum([staged.shared], exactly=True), self.exchange.size)
+            total = sum_over(self.exchange, staged.chunk.shards.holders, [staged.shared], exactly=True)
+            _write_mean(staged, total, self.exchange.size)
 
     def _lent(self, *reads: str) -> Iterator[Staged]:
         return one_ahead(staging.lend(chunk, reads) for staging in self.stagings for chunk in staging.state.chunks)
@@ -225,11 +230,30 @@ def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
                 f"OuterLoop.for_optimizer takes whole parameters, but one is a {type(parameter.data).__name__}. Build "
                 "OuterLoop over Shards of what each rank holds of it, for example parameter.to_local()."
             )
-    is_first, is_copied = group is None or group.rank() == 0, group is not None and group.size() > 1
-    return Shards(parameters, is_counted=is_first, is_copied=is_copied)
+    holders = group if group is not None and group.size() > 1 else None
+    return Shards(parameters, is_counted=holders is None or holders.rank() == 0, holders=holders)
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns what an optimizer keeps for every element of a parameter: not its count of steps, which can have that shape."""
+    """Returns what an optimizer keeps for a parameter, such as Adafactor's rows and columns: not its count of steps."""
     state = optimizer.state.get(parameter, {}).items()
-    return {name: value for name, value in state if name != "step" and getattr(value, "shape", None) == parameter.shape}
+    return {
+        name: value
+        for name, value in state
+        if name != "step" and isinstance(value, Tensor) and value.device == parameter.device
+    }
+
+
+def exchange_between(
+    config: PierConfig, between: dist.ProcessGroup | GroupExchange | None, is_elastic: bool = False
+) -> GroupExchange:
+    """Returns collectives between the groups of a run, made or given; a :class:`PierConfigError` if they are of another run."""
+    found = between if isinstance(between, GroupExchange) else GroupExchange(between, config.codec)
+    wrong = {"groups": (config.groups, len(found.groups)), "exchange_dtype": (config.exchange_dtype, found.codec.name)}
+    for name, (wanted, given) in wrong.items():
+        if wanted != given and not is_elastic:
+            raise PierConfigError(
+                f"{flag_of(name)} {wanted}: the loop was given collectives of {given}. Pass it the process group of the ranks "
+                f"that own the same parameters, one of each of the {config.groups} groups."
+            )
+    return found

@@ -6,6 +6,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.outer.rules import common_names
+from pier_megatron.settings import flag_of
+
+_SETTINGS = (
+    "groups",
+    "sync_interval",
+    "preset",
+    "outer_lr",
+    "outer_momentum",
+    "subgroup_size",
+    "subgroup_seed",
+    "sites",
+    "site_interval",
+    "overlap",
+    "fragments",
+    "exchange_dtype",
+    "no_error_feedback",
+)
+
 
 @dataclasses.dataclass
 class Progress:
@@ -55,6 +76,7 @@ class Snapshot:
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
         rule: Name of the rule of the outer steps; None if it is not known.
+        settings: Settings of the run by which outer steps are taken, see :func:`settings_of`; None if they are not known.
     """
 
     progress: Progress
@@ -62,6 +84,34 @@ class Snapshot:
     rounds: Sequence[RoundBuffers] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rule: str | None = None
+    settings: Mapping[str, object] | None = None
+
+
+def for_settings(snapshot: Snapshot, config: PierConfig, device: torch.device) -> Snapshot:
+    """Returns what a loop on a ``device`` can continue from: with other settings no exchange under way and no residual.
+
+    Raises:
+        PierConfigError: If the settings are others, and the user has not accepted that.
+    """
+    present, saved = settings_of(config, device), snapshot.settings
+    changed = [name for name in present if saved is not None and saved.get(name) != present[name]]
+    if saved is None or not changed:
+        return snapshot
+    if not config.override_checkpoint:
+        changes = ", ".join(f"{flag_of(name)} {saved.get(name)} is now {present[name]}" for name in changed)
+        raise PierConfigError(
+            f"The snapshot of iteration {snapshot.progress.iteration} is of another run: {changes}. Restore what was saved, or "
+            "continue without exchanges under way and residuals: override_checkpoint=True (--pier-override-checkpoint)."
+        )
+    common = common_names(config)
+    states = [{name: state[name] for name in state if name in common} for state in snapshot.states]
+    return dataclasses.replace(snapshot, states=states, rounds=())
+
+
+def settings_of(config: PierConfig, device: torch.device) -> dict[str, object]:
+    """Returns the settings by which a snapshot is read, without those of the length of a run."""
+    chunk_mib = config.chunk_mib_on(device.type) if config.has_error_feedback else None
+    return {name: getattr(config, name) for name in _SETTINGS} | {"chunk_mib": chunk_mib}
 
 
 torch.serialization.add_safe_globals([Progress, RoundBuffers, Snapshot])

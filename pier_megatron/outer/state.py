@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
@@ -62,6 +63,8 @@ class Shards:
             same time, in the last fragment, and exactly, so that both copies see the same.
         is_copied: Whether other ranks of the group hold the same parameters at the same place, and exchange them over
             communicators of their own.
+        holders: Ranks of the group that hold the same parameters at the same place, and exchange a part of them each; None if
+            this rank exchanges all of them.
         is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
             routers. They are exchanged in the last fragment, and exactly.
         stored: How main parameters are read and written that are no FP32 tensors; None if they are.
@@ -73,6 +76,11 @@ class Shards:
     is_copied: bool = False
     is_averaged: bool = False
     stored: Stored | None = None
+    holders: dist.ProcessGroup | None = None
+
+    def whole(self) -> "Shards":
+        """The same parameters without holders, for elastic islands, where the exchange of one rank may fail alone."""
+        return dataclasses.replace(self, holders=None, is_copied=self.is_copied or self.holders is not None)
 
     @property
     def come_last(self) -> bool:
@@ -96,6 +104,7 @@ class Chunk:
     Attributes:
         start: Index of its first element.
         numel: Number of elements.
+        carried: Number of elements of these that this rank exchanges.
         fragment: Index of the fragment that it belongs to.
         shards: What it is a stretch of.
     """
@@ -109,6 +118,7 @@ class Chunk:
         self._views = [tensor.detach().view(-1)[at] for tensor, at in pieces]
         self._sizes = [view.numel() for view in self._views]
         self.numel = sum(self._sizes)
+        self.carried = -(-self.numel // (shards.holders.size() if shards.holders else 1))
 
     @property
     def values(self) -> list[Tensor]:
@@ -180,7 +190,8 @@ class OuterState:
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of fragments, of about equal size, that are exchanged at different times.
             offload: Whether the flat buffers are in host memory, pinned where there is a device to copy to.
-            segment_numel: Number of elements of a chunk, by its length, that this group sums for all; with error feedback only.
+            segment_numel: Number of elements that this rank sums for all, out of those of a chunk that it exchanges; with error
+                feedback only.
             device: Device of the main parameters, where there may be none.
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
 
@@ -207,7 +218,7 @@ class OuterState:
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
             self.reduced_residuals = {
-                chunk.start: torch.zeros(segment_numel(chunk.numel), dtype=torch.float32, device=self.device)
+                chunk.start: torch.zeros(segment_numel(chunk.carried), dtype=torch.float32, device=self.device)
                 for chunk in self.chunks
             }
         self.copy_parameters_to(self.anchor)

@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange, sum_over
 from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.memory import buffers_at_once, bytes_of_site_average
@@ -48,10 +49,10 @@ class OuterSteps:
 
     def __init__(self, config: PierConfig, share: Share, reports: OuterStepReports, sites: SiteExchange | None = None) -> None:
         """Begins with healthy groups and no step under way; see :class:`pier_megatron.outer.loop.OuterLoop`."""
-        if (config.sites is not None) != (sites is not None):
+        if config.sites != (sites and sites.size):
             raise PierConfigError(
-                f"--pier-sites {config.sites}, but the loop was built {'without' if sites is None else 'with'} a SiteExchange "
-                "(OuterLoop(..., sites=)). A run has both or neither."
+                f"--pier-sites {config.sites}, but the loop was built with collectives between {sites and sites.size} sites "
+                "(OuterLoop(..., sites=SiteExchange(...))). Both must be the same."
             )
         self._config, self._share, self._reports, self._sites = config, share, reports, sites
         self._everyone = everyone = share.exchange
@@ -165,15 +166,16 @@ class OuterSteps:
             in_fragments = [staging.state.in_fragments for staging in share.stagings]
             for staging, buffers in zip(share.stagings, buffers_at_once(config, in_fragments), strict=True):
                 staging.reserve(*buffers)
-            longest: dict[bool, tuple[Staging, Chunk]] = {}
+            longest: dict[tuple[dist.ProcessGroup | None, bool], tuple[Staging, Chunk]] = {}
             for found in share.chunks(range(config.fragments)):
-                exactly = found[1].shards.travel_exactly(config.codec)
-                longest[exactly] = max(longest.get(exactly, found), found, key=lambda each: each[1].numel)
+                kind = found[1].shards.holders, found[1].shards.travel_exactly(config.codec)
+                longest[kind] = max(longest.get(kind, found), found, key=lambda each: each[1].numel)
             # In the end all groups agree.
             met = [self._sites.inside, self._sites] if self._sites else [self._everyone, self.at(first)]
             for exchange in dict.fromkeys(met):
-                for exactly, (staging, chunk) in sorted(longest.items()):
-                    under_way = exchange.sum([staging.work[0].of(chunk)[SHARED].zero_()], exactly=exactly)
+                for (holders, exactly), (staging, chunk) in longest.items():
+                    zeros = [staging.work[0].of(chunk)[SHARED].zero_()]
+                    under_way = sum_over(exchange, holders, zeros, exactly=exactly)
                     under_way.advance()
                     under_way.finish()
                 exchange.gather(torch.zeros(1, device=share.device)).result().tolist()
@@ -194,7 +196,7 @@ class OuterSteps:
                 verdicts = self._verdicts(exchange)
             round_ = self.round(iteration, exchange, verdicts, stopwatch)
         if self._sites is not None:
-            of_average = sum(bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(fragments))
+            of_average = sum(bytes_of_site_average(self._config, chunk.carried) for _, chunk in self._share.chunks(fragments))
             # By the schedule: of averages before a stop, this process knows nothing else.
             since = range(progress.last_common_step + 1, iteration + 1)
             round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))

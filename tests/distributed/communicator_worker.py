@@ -85,6 +85,7 @@ class _Island:
             wait(exchange)
             raise AssertionError("nothing to wait for")
         seconds = time.monotonic() - begin
+        assert self.silent or self._rank, "interrupted before it has heard of anything"
         self.communicator.leave(str(self._begun))
         self.silent = None
         return self._leave_after_the_others(seconds)

@@ -94,6 +94,13 @@ def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: di
         assert 0.75 * rank["parameters"] < sent < 0.8 * rank["parameters"]
 
 
+def test_ranks_that_step_whole_parameters_send_a_part_each(runs: dict[str, Recorded]) -> None:
+    for rank in runs["Muon, experts"].ranks:
+        across = (each for each in rank["census"][_SYNC] if len({rank["group_of"][member] for member in each.ranks}) == 2)
+        # All of the two experts that it has alone, half of what the other rank of its group has as well.
+        assert 0.5 < sum(each.nbytes for each in across) / (4 * rank["parameters"]) < 0.9
+
+
 def test_a_job_that_saves_nothing_says_so_of_signals(runs: dict[str, Recorded]) -> None:
     said = (
         "--exit-signal-handler: at SIGTERM the job (which saves nothing without --save) ends at the next multiple of 2, in the"

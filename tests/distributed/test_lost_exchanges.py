@@ -33,4 +33,4 @@ def test_collectives_on_the_device(records: list[dict[str, dict]], codec: str) -
 def test_all_are_interrupted_when_one_hears_that_another_is_silent(records: list[dict[str, dict]]) -> None:
     for rank in set(range(ISLANDS)) - {DEAD}:
         for waiting, seconds in records[rank]["seconds"].items():
-            assert 1 < seconds < TIMEOUT_SECONDS / 5, waiting
+            assert seconds < TIMEOUT_SECONDS / 2, f"{waiting} waits for the time-out"

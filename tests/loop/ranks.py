@@ -25,10 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.codecs import BLOCK
+from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
+from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.share import moments_of
 from pier_megatron.outer.staging import Staged
 
 WORLD = 4
@@ -53,6 +56,8 @@ class Settings:
         config: Settings of Pier, without the groups.
         flips_a_bit: Whether a bit of one rank's anchor flips in each outer step.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
+        copies: Whether the ranks of a group hold the same parameters, all of them, instead of a part each.
+        inner: Name of the inner optimizer.
     """
 
     groups: int
@@ -60,12 +65,19 @@ class Settings:
     config: dict[str, Any]
     flips_a_bit: bool = False
     averages: bool = False
+    copies: bool = False
+    inner: str = "AdamW"
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks of a group that hold parameters of their own."""
+        return 1 if self.copies else self.ranks_in_group
 
     def pier(self) -> PierConfig:
         return PierConfig(groups=self.groups, **self.config)
 
 
-_update = Nesterov.update
+_update, _begin_sum = Nesterov.update, GroupExchange.sum
 
 
 def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
@@ -100,7 +112,9 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
-def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def inner_optimizer(parameters: list[Tensor], name: str = "AdamW") -> torch.optim.Optimizer:
+    if name == "Adafactor":
+        return torch.optim.Adafactor(parameters, lr=0.05)
     # A large eps: where gradients are near zero, Adam would magnify the difference between float32 and float64.
     return torch.optim.AdamW(parameters, lr=0.05, eps=0.05, weight_decay=0.01)
 
@@ -115,9 +129,10 @@ class Rank:
     def __init__(self, settings: Settings, communicators: "Communicators") -> None:
         self._settings, self._communicators = settings, communicators
         rank = dist.get_rank()
-        self.group, self._part = divmod(rank, settings.ranks_in_group)
+        self.group, self._part = rank // settings.ranks_in_group, rank % settings.parts
         self.reports: list[OuterStepReport] = []
         self.history: list[dict[str, Any]] = []
+        self.summed = 0
         self._rehearses = False
         self._build()
 
@@ -125,17 +140,19 @@ class Rank:
         settings = self._settings
         here = one_gpu.device() if settings.pier().subgroup is None else one_gpu.device_of_pairs()
         self.parameters = [parameter.to(here) for parameter in initial(self._part)]
-        self._optimizer = inner_optimizer(self.parameters)
+        self._optimizer = inner_optimizer(self.parameters, settings.inner)
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
-        _, inside = self._communicators.of(settings)
+        between, inside = self._communicators.of(settings)
         config = settings.pier()
         (exchange, sites), report = self._communicators.exchanges(settings), self.reports.append
-        if settings.ranks_in_group == 1 and not settings.averages:
-            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, sites=sites)
+        if settings.parts == 1 and not settings.averages:
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, between, group=inside, report=report, sites=sites)
         else:
-            last = len(copied) - int(settings.averages)
-            shards = [Shards(split), Shards(copied[:last], is_counted=self._part == 0)]
-            shards += [Shards(copied[last:], is_counted=False, is_averaged=True)]
+            last, holders = len(copied) - int(settings.averages), inside if settings.copies else None
+            is_counted = inside is None or inside.rank() == 0
+            shards = [Shards(split, is_counted=is_counted or not settings.copies, holders=holders)]
+            shards += [Shards(copied[:last], is_counted=is_counted, holders=holders)]
+            shards += [Shards(copied[last:], is_counted=False, is_averaged=True, holders=holders)]
             self.loop = OuterLoop(
                 [shards], config, exchange, group=inside, inner_state=self._moments, report=report, sites=sites
             )
@@ -148,8 +165,7 @@ class Rank:
             staging.allocate = _refuse_new_buffers  # type: ignore[method-assign]
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self._optimizer.state.get(parameter, {})
-        return {name: value for name, value in state.items() if value.shape == parameter.shape}
+        return moments_of(self._optimizer, parameter)
 
     def iterate(self, skip: bool = False, overflow: Sequence[int] = (), bad: Sequence[int] = ()) -> None:
         """One iteration.
@@ -165,12 +181,17 @@ class Rank:
         else:
             self.loop.begin_iteration(iteration)
             self._step(iteration, overflow, bad)
-            self.loop.end_iteration()
+            with mock.patch.object(GroupExchange, "sum", autospec=True, side_effect=self._sum):
+                self.loop.end_iteration()
         # Offloaded state may still be on its way to the host.
         one_gpu.synchronize()
         self.history.append(
             self._outer_state() | {"parameters": on_cpu(self.parameters), "is_synchronised": self.loop.is_synchronised}
         )
+
+    def _sum(self, exchange: GroupExchange, vectors: Sequence[Tensor], *how: Any, **named: Any) -> Sum:
+        self.summed += sum(map(len, vectors))
+        return _begin_sum(exchange, vectors, *how, **named)
 
     def _outer_state(self) -> dict[str, Any]:
         [state] = self.loop.states
@@ -178,7 +199,7 @@ class Rank:
 
     def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
-            # On one rank of the group only: the others must learn of it.
+            # On one rank of the group only, unless all hold the same: the others must learn of it.
             return gradient(self.parameters, self._part, group, iteration, group in bad and self._part == 0)
 
         if self.loop.is_local:
@@ -202,7 +223,6 @@ class Rank:
         found = torch.load(file, weights_only=True)
         if changes:
             self._settings = dataclasses.replace(self._settings, config=self._settings.config | changes)
-            found["loop"].rounds = []
         self._build()
         for parameter, kept in zip(self.parameters, found["parameters"], strict=True):
             parameter.copy_(kept)
@@ -219,26 +239,32 @@ class Rank:
         """What evaluation sees; with an error in its middle on demand."""
         before = [parameter.clone() for parameter in self.parameters]
         seen: list[Tensor] = []
-        with contextlib.suppress(KeyboardInterrupt):
-            view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model(as_mean)
-            with view:
-                seen = on_cpu(self.parameters)
-                if fails:
-                    raise KeyboardInterrupt
+        with contextlib.suppress(KeyboardInterrupt), self.loop.anchor_in_model(as_mean):
+            seen = on_cpu(self.parameters)
+            if fails:
+                raise KeyboardInterrupt
         untouched = all(map(torch.equal, before, self.parameters)) or any(not tensor.isfinite().all() for tensor in before)
-        return {"seen": seen, "untouched": untouched}
+        is_as_trained = not self.loop.is_synchronised or all(map(torch.equal, on_cpu(before), seen))
+        return {"seen": seen, "untouched": untouched, "is_as_trained": is_as_trained}
 
-    def fragments(self) -> list[Tensor]:
-        """Fragment of every element of every parameter."""
-        state = self.loop.states[0]
-        flat = torch.empty(state.numel)
-        for chunk in state.chunks:
-            chunk.of(flat).fill_(chunk.fragment)
-        return [flat[place].view(parameter.shape).clone() for parameter, place in state.slices()]
+    def layout(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fragment of every element of every parameter, and number of the block in which a codec encodes it; -1 for none."""
+        [state], config = self.loop.states, self._settings.pier()
+        fragments, blocks = torch.full((2, state.numel), -1)
+        for number, chunk in enumerate(state.chunks):
+            chunk.of(fragments).fill_(chunk.fragment)
+            if not chunk.shards.travel_exactly(config.codec):
+                # Parts of the ranks that hold copies, then of the groups of a site, then blocks.
+                place, of_site = torch.arange(chunk.numel), wire_of(config).part_numel(chunk.carried)
+                part, place = place // chunk.carried, place % chunk.carried
+                parts = part * WORLD + place // of_site
+                chunk.of(blocks).copy_(number * 1000 + parts * 10 + place % of_site // BLOCK)
+        first, second = ([part[at].view(one.shape).clone() for one, at in state.slices()] for part in (fragments, blocks))
+        return first, second
 
-    def jump_in_time(self) -> None:
-        """Begins an iteration too late."""
-        self.loop.begin_iteration(self.loop.iteration + 2)
+    def call(self, method: str, arguments: Sequence[Any] = ()) -> None:
+        """Calls a method of the loop."""
+        getattr(self.loop, method)(*arguments)
 
     def device_memory(self) -> tuple[int, int]:
         """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
@@ -250,7 +276,7 @@ class Rank:
         """What has happened so far."""
         # No run waits for a report; this does.
         self.loop.reports.write_arrived(waits=True)
-        return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
+        return {"history": self.history, "reports": self.reports, "summed": self.summed}
 
 
 class Communicators:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torchft import coordination
 
+from pier_megatron.exchange import torchft_api
+
 _SECOND = datetime.timedelta(seconds=1)
 
 
@@ -63,15 +65,8 @@ class Stranger:
         client = coordination.ManagerClient(self._server.address(), connect_timeout=3 * _SECOND)
         while not self._ended.is_set():
             try:
-                quorum = client._quorum(
-                    group_rank=0,
-                    step=time.time_ns(),
-                    checkpoint_metadata="",
-                    shrink_only=False,
-                    timeout=5 * _SECOND,
-                    commit_failures=0,
-                    init_sync=False,
-                )
+                known = {**torchft_api.QUORUM, "step": time.time_ns(), "timeout": 5 * _SECOND, "commit_failures": 0}
+                quorum = client._quorum(**torchft_api.known_arguments(client._quorum, known))
             except RuntimeError:
                 continue
             self._others = [name for name in quorum.replica_ids if name != self.name]

@@ -44,7 +44,7 @@ def runs(draw: st.DrawFn) -> Settings:
         config["subgroup_size"] = draw(st.integers(2, groups))
         config |= {"exchange_dtype": "fp32", "no_error_feedback": False}
         config["subgroup_seed"] = draw(st.integers(0, 3))
-    return Settings(groups, ranks_in_group, config, averages=draw(st.booleans()))
+    return Settings(groups, ranks_in_group, config, averages=draw(st.booleans()), copies=draw(st.booleans()))
 
 
 # Iterations of peace before something happens.
@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
         self.ranks.start(run)
         if rehearses:
             self.do("rehearse")
-        self.fragments = self.ranks.do("fragments")
+        self.layouts = self.ranks.do("layout")
 
     def do(self, name: str, **arguments: Any) -> list[Any]:
         self.program.commands.append((name, arguments))
@@ -118,11 +118,11 @@ class Life(RuleBasedStateMachine):
     def evaluate(self, after: int, fails: bool) -> None:
         self.train(after)
         seen = self.do("evaluate", fails=fails, as_mean=self.config.subgroup is not None)
-        parts = self.program.settings.ranks_in_group
+        parts = self.program.settings.parts
         for part in range(parts):
             first, *others = seen[part::parts]
             assert all(torch.equal(a, b) for other in others for a, b in zip(first["seen"], other["seen"], strict=True))
-        assert all(view["untouched"] for view in seen)
+        assert all(view["untouched"] and view["is_as_trained"] for view in seen)
 
     def teardown(self) -> None:
         if not hasattr(self, "program"):
@@ -130,7 +130,7 @@ class Life(RuleBasedStateMachine):
         while self.goes_on:
             self.do("iterate")
         results = self.ranks.do("result")
-        check(self.program, self.ranks, results, self.fragments)
+        check(self.program, results, self.layouts)
         if len(self.program.iterations) < len(self.program.commands):
             assert are_the_same(results, self.program.run(self.ranks, only_iterations=True))
 

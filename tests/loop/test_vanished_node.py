@@ -16,15 +16,14 @@ pytestmark = pytest.mark.processes
 _WORKER, _VICTIM, _PORT = Path(__file__).with_name("lone_island.py"), ISLANDS - 1, 29510
 
 
-def _wait(condition: Callable[[], bool], seconds: float, log: Path) -> float:
+def _wait(condition: Callable[[], bool], seconds: float, log: Path) -> None:
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, log.read_text()[-3000:]
         time.sleep(0.05)
-    return time.monotonic() - begin
 
 
-def test_islands_continue_within_seconds_without_a_node_that_vanishes(tmp_path: Path) -> None:
+def test_islands_continue_without_a_node_that_vanishes(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         try:
             nodes = stack.enter_context(EmulatedNodes(ISLANDS))
@@ -50,7 +49,5 @@ def test_islands_continue_within_seconds_without_a_node_that_vanishes(tmp_path: 
             later = [file.read_text()[len(text) :] for file, text in zip(agreed, before, strict=True)]
             return all("01\n" in text for text in later)
 
-        seconds = _wait(have_continued, TIMEOUT_SECONDS, path)
-    # Ten seconds are the promise; twice that on a busy machine.
-    assert seconds < 20
-    print(f"{seconds:.1f} s without an answer")
+        # Less than a collective waits for one that is silent.
+        _wait(have_continued, TIMEOUT_SECONDS / 2, path)

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge
@@ -69,17 +70,32 @@ def test_a_stranger_is_told_nothing(island: str) -> None:
             connection.recv_bytes()
 
 
-def _relay(asker: Connection, name: str) -> None:
+def _relay(asker: Connection, name: str, change: Callable[[bytes], bytes] = lambda message: message) -> None:
     """Passes each message on, in turn: the island's challenge, the answer, what it says of it, and the same the other way."""
     with _connect(name) as other:
         for sender, receiver in [(other, asker), (asker, other), (other, asker)] * 2:
-            receiver.send_bytes(sender.recv_bytes())
+            receiver.send_bytes(change(sender.recv_bytes()))
 
 
 def test_nobody_answers_for_another_one(island: str, fake: Callable[..., str]) -> None:
     renamed = island.replace("0003/", "0004/")
     passes_on = fake(lambda asker: _relay(asker, island))
     assert ask([renamed, passes_on], _SECRET, 5) == {renamed: None, passes_on: None}
+
+
+@pytest.mark.parametrize(("change", "believed"), [((b"", b""), {"run": "this"}), ((b"this", b"that"), None)])
+def test_nobody_on_the_way_changes_what_an_island_says_of_itself(
+    island: str,
+    fake: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: tuple[bytes, bytes],
+    believed: object,
+) -> None:
+    between = fake(lambda asker: _relay(asker, island, lambda message: message.replace(*change)))
+    port, connect = int(between.rpartition("/")[2]), socket.create_connection
+    redirected = {"create_connection": lambda address, seconds: connect((address[0], port), seconds)}
+    monkeypatch.setattr(authentication, "socket", types.SimpleNamespace(**vars(socket) | redirected))
+    assert ask([island], _SECRET, 5) == {island: believed}
 
 
 def test_an_answer_heard_earlier_or_made_by_the_asker_proves_nothing(fake: Callable[..., str]) -> None:

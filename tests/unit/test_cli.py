@@ -14,7 +14,7 @@ import pytest
 from pier_megatron import cli
 from pier_megatron.commands import lighthouse
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.membership import keep_quiet
+from pier_megatron.exchange.torchft_api import keep_quiet
 from pier_megatron.processes import INTERRUPTED, refusal
 from pier_megatron.version import __version__
 

@@ -24,6 +24,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.exchange.silence import changes, lost_peer, neighbours
+from pier_megatron.exchange.torchft_api import QUORUM, known_arguments
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
@@ -252,3 +253,25 @@ def test_islands_sum_several_chunks_in_one_launch(dtype: str) -> None:
     with futures.ThreadPoolExecutor() as islands:
         for chunks in islands.map(island, range(2)):
             assert all(torch.allclose(chunk, torch.tensor(3.0), rtol=0.01) for chunk in chunks)
+
+
+def test_a_torchft_with_another_signature_is_refused_where_all_ranks_learn_of_it() -> None:
+    known = {**QUORUM, "step": 1}
+
+    def present(group_rank: int, step: int, checkpoint_metadata: str, shrink_only: bool, init_sync: bool) -> None: ...
+
+    def nightly(
+        group_rank: int, step: int, checkpoint_metadata: str, shrink_only: bool, init_sync: bool, reconfigure_handle: str
+    ) -> None: ...
+
+    def with_more(
+        group_rank: int, step: int, checkpoint_metadata: str, shrink_only: bool, init_sync: bool, zone: str
+    ) -> None: ...
+
+    def with_less(group_rank: int, step: int, checkpoint_metadata: str, init_sync: bool) -> None: ...
+
+    assert known_arguments(present, known) == {name: value for name, value in known.items() if name != "reconfigure_handle"}
+    assert known_arguments(nightly, known) == known
+    for other, named in ((with_more, "zone"), (with_less, "shrink_only")):
+        with pytest.raises(PierConfigError, match=rf"this torchft has another signature in {named} .*torchft>=0\.2,<0\.3"):
+            known_arguments(other, known)

@@ -63,15 +63,16 @@ def test_report_of_a_hidden_exchange_arrives(now: int) -> None:
 
 def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
     rows = []
-    for losses, norms in (([2.0, torch.tensor([4.0])], [1.0, None]), ([None, 6.0], [None, None])):
-        reports = OuterStepReports(PierConfig(20, groups=2), print, torch.device("cpu"))
+    of_groups = (([2.0, torch.tensor([4.0])], [1.0, 2.0]), ([None, 6.0], [3.0, 6.0]), ([None, None], [None, None]))
+    for losses, norms in of_groups:
+        reports = OuterStepReports(PierConfig(20, groups=3), print, torch.device("cpu"))
         for loss, norm in zip(losses, norms, strict=True):
             reports.note_training(loss, norm)
         rows.append(reports.take_training())
         assert not reports.take_training().any()
-    # Each group has two ranks, one without losses: a stage that is not the last.
+    # A group that has noted nothing does not count.
     found = training_means(torch.stack(rows))
-    assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
+    assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 3.0}
     assert training_means(torch.zeros(2, 9)) == {}
 
 

@@ -30,7 +30,7 @@ from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
-EXCHANGE = GroupExchange()
+EXCHANGE, _OF_TWO = GroupExchange(), GroupExchange(groups=range(2))
 DEVICE = one_gpu.device()
 
 
@@ -155,6 +155,7 @@ def test_sees_parameters_that_are_not_finite() -> None:
 def test_parameters_are_restored_when_showing_the_anchor_fails() -> None:
     parameters = shards()
     alone = loop.OuterLoop([[Shards(parameters)]], PierConfig(1000, groups=1), EXCHANGE)
+    alone.progress.is_synchronised = False
     for parameter in parameters:
         parameter.add_(1.0)
     trained = [parameter.clone() for parameter in parameters]
@@ -269,7 +270,7 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": 5}, {"offload": True}, {"overlap": 5, "offload": True}])
 def test_start_points_to_the_planner_where_overlapped_steps_wait_for_the_host(settings: dict[str, Any]) -> None:
-    running = loop.OuterLoop([[Shards([torch.zeros(23)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
+    running = loop.OuterLoop([[Shards([torch.zeros(23)])]], PierConfig(1000, groups=2, **settings), _OF_TWO)
     topology = mock.Mock(members=lambda group: [group], warnings=list)
     said = startup.describe([], topology, running, [])
     assert ("pier-megatron plan" in said) == (len(settings) == 2)
@@ -279,7 +280,7 @@ def test_start_points_to_the_planner_where_overlapped_steps_wait_for_the_host(se
 def queues_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), **settings: Any) -> list[str]:
     """What start-up says of queues on a GPU, with ``CUDA_DEVICE_MAX_CONNECTIONS=1``."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
+    running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], PierConfig(1000, groups=2, **settings), _OF_TWO)
     running.device = torch.device("cuda")
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         return startup.of_queues(running)
@@ -394,7 +395,23 @@ def test_copies_on_the_ranks_of_a_group_count_once(rank: int, size: int, counted
     group.rank.return_value, group.size.return_value = rank, size
     loop = OuterLoop.for_optimizer(torch.optim.SGD([torch.ones(3)]), _config(), GroupExchange(), group=group)
     assert loop.states[0].counted == counted
-    assert all(chunk.shards.is_copied is (size > 1) for chunk in loop.states[0].chunks)
+    assert sum(chunk.carried for chunk in loop.states[0].chunks) == -(-3 // size)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ((0,), r"--pier-groups 2: .* collectives of 1\..* one of each of the 2"),
+        ((0, 1), "--pier-exchange-dtype int8: .* of fp32"),
+    ],
+)
+def test_collectives_of_another_run_are_refused(groups: tuple[int, ...], said: str) -> None:
+    config = PierConfig(train_iters=8, groups=2, exchange_dtype="int8")
+    with pytest.raises(PierConfigError, match=said):
+        OuterLoop([[Shards([torch.ones(3)])]], config, GroupExchange(groups=groups))
+    if len(groups) == 1:
+        with pytest.raises(PierConfigError, match=said):
+            OuterLoop([[Shards([torch.ones(3)])]], config, None)
 
 
 def test_parameters_that_are_not_whole_are_refused() -> None:

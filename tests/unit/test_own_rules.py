@@ -93,7 +93,7 @@ class _Run:
         self.parameters = [torch.zeros(size) for size in ((3, 5), (1,), (7,))]
         self.reports: list[OuterStepReport] = []
         self._inner = torch.optim.SGD(self.parameters, lr=0.1)
-        exchange = GroupExchange(codec=config.codec)
+        exchange = GroupExchange(codec=config.codec, groups=range(config.groups))
         self.loop = OuterLoop.for_optimizer(self._inner, config, exchange, report=self.reports.append)
 
     def train(self, until: int) -> "_Run":

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from pier_megatron import PierConfig, reference
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+from pier_megatron.exchange.coding import decode_plainly, encode_plainly
 from pier_megatron.exchange.pairs import draw_subgroups
 
 
@@ -54,6 +56,25 @@ def test_diloco_is_nesterov_of_pytorch_on_the_mean_pseudo_gradient() -> None:
         parameter.grad = torch.full_like(parameter, 0.4)  # Two inner steps of 0.1 times the mean gradient 2.
         outer.step()
         torch.testing.assert_close(state, [parameter.item()] * 2)
+
+
+def test_one_bit_is_a_sign_and_what_it_drops_comes_with_the_next() -> None:
+    config = PierConfig(
+        train_iters=2, groups=2, sync_interval=1, lazy_start_iters=0, outer_lr=1.0, outer_momentum=0.0, exchange_dtype="int1"
+    )
+    # Each sends half of its 0.1 and 0.3; of their sum 0.2 half is sent back: a mean of 0.05. Then 0.15 and 0.45 less half, and
+    # half of their sum 0.3 with the 0.1 that was dropped of the first: 0.1.
+    torch.testing.assert_close(trajectory(config), [[-0.05, -0.05], [-0.15, -0.15]], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("codec", list(CODECS.values())[1:], ids=lambda codec: codec.name)
+def test_what_arrives_is_what_the_codec_makes_of_it(codec: Codec) -> None:
+    vector = torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(2))
+    vector[BLOCK : 2 * BLOCK] *= 1e-3
+    vector[2 * BLOCK :] = 0
+    found = reference.decoded(codec, vector.double(), torch.arange(len(vector)) // BLOCK)
+    expected = decode_plainly(codec, encode_plainly(codec, vector[None].clone()))[0]
+    torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("size", "gamma"), [(2, 0.7), (2, 1.2), (3, 0.9)])

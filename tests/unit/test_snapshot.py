@@ -19,8 +19,8 @@ class _Deaf(GroupExchange):
     """Two groups; the other never joins a collective."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.size, self.groups = 2, (0, 1)
+        super().__init__(codec=CODECS["int8"], groups=(0, 1))
+        self.size = 2
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         raise AssertionError("a collective")

@@ -240,7 +240,7 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     config = PierConfig(
         train_iters=24, groups=2, sync_interval=8, lazy_start_iters=8, overlap=overlap, exchange_dtype=dtype, offload=True
     )
-    exchange = GroupExchange(codec=CODECS[dtype])
+    exchange = GroupExchange(codec=CODECS[dtype], groups=range(2))
     exchange.wire = Wire(exchange.codec, 2)
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
         trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
@@ -252,7 +252,7 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
 
 def test_what_fails_in_a_rehearsal_says_so() -> None:
     config = PierConfig(train_iters=8, groups=2, sync_interval=4, lazy_start_iters=0)
-    running = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange())
+    running = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(groups=range(2)))
     with (
         mock.patch.object(Staging, "reserve", side_effect=RuntimeError("out of memory")),
         pytest.raises(RuntimeError) as failed,

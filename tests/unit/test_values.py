@@ -21,7 +21,7 @@ from pier_megatron.flags import WITH_ANY_OPTIMIZER
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
 
-_LIMIT = 5.0
+_LIMIT = 60.0
 """Seconds: a bound against what looks at a network or a model before it looks at a value."""
 
 # Free text: names of tasks and of domains, and the words of other programs.

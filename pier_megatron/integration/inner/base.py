@@ -4,6 +4,7 @@ import abc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.megatron_api import versions
@@ -20,18 +21,23 @@ class InnerOptimizer(abc.ABC):
 
     Attributes:
         optimizer: Megatron's.
-        copies: Number of data-parallel ranks of the group that hold the same main parameters.
+        holders: Data-parallel ranks of the group that hold the same main parameters; None if they shard them.
         stored: How main parameters are read and written that are no FP32 tensors; None if they are.
         hands_out_copies: Whether :meth:`state_of` may return copies, which :meth:`store` takes back.
     """
 
-    copies = 1
+    holders: dist.ProcessGroup | None = None
     stored: Stored | None = None
     hands_out_copies = False
 
     def __init__(self, optimizer: "MegatronOptimizer") -> None:
         """Wraps one of Megatron's optimizers."""
         self.optimizer = optimizer
+
+    @property
+    def copies(self) -> int:
+        """Number of data-parallel ranks of the group that hold the same main parameters."""
+        return 1 if self.holders is None else self.holders.size()
 
     @abc.abstractmethod
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,14 +100,15 @@ class InnerOptimizer(abc.ABC):
         tensor_parallel = (
             parallel_state.get_expert_tensor_parallel_group() if is_expert else parallel_state.get_tensor_model_parallel_group()
         )
-        is_counted, is_whole = self.is_counted(is_expert), self.copies > 1
+        is_counted, holders = self.is_counted(is_expert), self.holders if self.copies > 1 else None
         return [
-            Shards(split, is_counted=is_counted, is_copied=is_whole, stored=self.stored),
+            Shards(split, is_counted=is_counted, stored=self.stored, holders=holders),
             Shards(
                 copied,
                 is_counted=is_counted and tensor_parallel.rank() == 0,
-                is_copied=is_whole or tensor_parallel.size() > 1,
+                is_copied=tensor_parallel.size() > 1,
                 stored=self.stored,
+                holders=holders,
             ),
-            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True, stored=self.stored),
+            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True, stored=self.stored, holders=holders),
         ]

@@ -32,7 +32,7 @@ class RouterBiases(InnerOptimizer):
     def __init__(self, biases: Sequence[Tensor]) -> None:
         """Takes the biases, which Megatron changes in place."""
         self._biases = biases
-        self.copies = own_data_parallel_ranks().size()
+        self.holders = own_data_parallel_ranks()
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The biases; each is its own main parameter."""

@@ -37,7 +37,7 @@ class WholeOptimizer(InnerOptimizer):
         self.is_shared_out = is_shared_out
         if not is_shared_out:
             is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
-            self.copies = own_data_parallel_ranks(is_expert).size()
+            self.holders = own_data_parallel_ranks(is_expert)
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The model's parameters, each with its main parameter: in FP32 itself."""
