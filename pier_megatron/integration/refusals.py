@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.integration.inner.requirements import MOMENTS, keeps_halves, keeps_main_parameters, scaled
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
@@ -184,7 +184,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     if args.num_experts is not None or args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
         with problems.collecting():
             # The world of an elastic island is one group. Megatron divides it so without experts, too.
-            _check_expert_data_parallel_size(args, config.groups // config.launches)
+            check_experts(args, config.groups // config.launches)
     remedy, meetings = ", or use --pier-save-inner-state all", []
     if first:
         meetings = [
@@ -290,10 +290,23 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
         )
 
 
-def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:
+def check_experts(args: argparse.Namespace, groups: int) -> None:
+    """Checks that groups of ranks have whole replicas of the experts; of validated arguments.
+
+    Raises:
+        PierConfigError: With the arithmetic.
+    """
     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
     pipeline = args.pipeline_model_parallel_size
-    replicas = args.world_size // (tensor * expert * pipeline)
+    of_replica = tensor * expert * pipeline
+    replicas, rest = divmod(args.world_size, of_replica)
+    if rest:
+        raise PierConfigError(
+            f"--expert-model-parallel-size {expert}: the experts of one model replica take ETP {tensor} x EP {expert} x PP "
+            f"{pipeline} = {of_replica} ranks, and the world size {args.world_size} is no multiple of it "
+            f"({division(args.world_size, of_replica)}). Start {of_replica} ranks or a multiple, or lower "
+            "--expert-model-parallel-size or --expert-tensor-parallel-size."
+        )
     if replicas % groups:
         raise PierConfigError(
             f"--pier-groups {groups} does not divide the expert-data-parallel size {replicas} (world size "

@@ -15,6 +15,7 @@ from launch import MODEL, REPOSITORY, data, execute, torchrun, user_job
 from one_process import Said, pier_megatron
 
 from pier_megatron.commands.plan.cluster import CLUSTERS
+from pier_megatron.cpu.preparations import LOCAL
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +26,7 @@ _JOB = (
     "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
     "--global-batch-size 512 --train-iters 100000 --eval-interval 1000 --lr 6e-4 --bf16 "
     "--tensor-model-parallel-size 2 --vocab-size 50257 "
-    "--mock-data --optimizer pier "
+    f"{LOCAL} --mock-data --optimizer pier "
 )
 
 
@@ -203,7 +204,7 @@ def test_job_that_would_fail(job: str) -> None:
     assert verdict == "will not start"
 
 
-def test_plan_reports_everything_that_is_wrong_with_a_job() -> None:
+def test_plan_reports_everything_that_is_wrong_with_a_job(tmp_path: Path) -> None:
     status, out, error = plan(_WRONG)
     assert (status, out) == (2, "")
     for message in (
@@ -218,8 +219,11 @@ def test_plan_reports_everything_that_is_wrong_with_a_job() -> None:
     assert (status, out) == (2, "")
     assert "--optimizer pier: none.py is started without -m pier_megatron, and cannot be read" in error
     # A warning is the first thing that is assumed.
+    script = tmp_path / "computing.py"
+    script.write_text("parser.add_argument(f'--{name}')\n")
+    job = _JOB.replace("pier_megatron/commands/demo/pretrain_bytes.py", str(script))
     assert " assumed: --own: Megatron does not know it, and it is not in the text of" in " ".join(
-        plan(_JOB + "--own 1").out.split()
+        plan(job + "--own 1").out.split()
     )
 
 
