@@ -349,6 +349,40 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert re.fullmatch(r"OK|\d+ warnings?", log.splitlines()[-1]), log
 
 
+_REDUCES = """
+import torch.distributed as dist
+from megatron.core import parallel_state
+from pier_megatron.commands.demo import pretrain_bytes
+
+loss_of = pretrain_bytes._loss
+
+def reduced(mask, losses):
+    loss, tokens, said = loss_of(mask, losses)
+    dist.all_reduce(said["lm loss"], group=parallel_state.get_data_parallel_group())
+    return loss, tokens, said
+
+pretrain_bytes._loss = reduced
+pretrain_bytes.main()
+"""
+
+
+def test_started_job_whose_loss_crosses_the_groups_is_refused(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    (tmp_path / "reduces.py").write_text(_REDUCES)
+    # On the last stage alone.
+    training = (
+        "--global-batch-size 8 --bf16 --eval-interval 2 --train-iters 100 --pipeline-model-parallel-size 2 --optimizer pier "
+        "--pier-groups 2 --pier-sync-interval 4"
+    )
+    started = user_job(torchrun(4), *MODEL, *data(corpus), *training.split())
+    place = next(place for place, word in enumerate(started) if word.endswith("pretrain_bytes.py"))
+    started[place] = str(tmp_path / "reduces.py")
+    ended = subprocess.run([*_DOCTOR, "--start", *started], cwd=REPOSITORY, capture_output=True, text=True)
+    assert "rank 0: " in ended.stdout, ended.stderr
+    assert re.search(r"on other ranks: +\d+ x allreduce_ .* over ranks 2, 3", ended.stdout), ended.stdout
+    assert "ERROR: --start: what is listed above reduces over ranks of several groups" in ended.stdout
+    assert (ended.stdout.splitlines()[-1], ended.returncode) == ("will not start", 1)
+
+
 def test_a_checkpoint_has_as_many_parameters_in_every_layout(tmp_path: Path) -> None:
     experts = f"{_JOB} --num-experts 8 --disable-bias-linear --save {tmp_path} --save-interval 1000 --pier-groups 2 "
     layouts = ("--tensor-model-parallel-size 1", "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2")
