@@ -21,6 +21,8 @@ _REFUSED = {
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
+    "inprocess_restart": "a restart inside the process keeps process groups of Pier's that are dead, and an iteration that the "
+    "outer loop does not know of; let torchrun restart the job (--max-restarts)",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
 }
@@ -216,6 +218,11 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             "--ckpt-format torch_dist",
         ),
     )
+    if (project := getattr(args, "wandb_project", None)) and importlib.util.find_spec("wandb") is None:
+        found.append(
+            f"--wandb-project {project}: the package wandb is not installed, and Megatron's last rank would end without it. "
+            "Install it (pip install wandb), or drop the flag."
+        )
     if config.groups > config.launches:
         found += _met(
             "several groups in a launch",

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from bridge_installation import BRIDGE
 from launch import REPOSITORY, Recorded, Run, execute, launch
 from test_isolation import crossing
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from pier_megatron.bridge.arguments import BridgeLoop
 
 pytestmark = pytest.mark.processes
 
@@ -118,6 +121,13 @@ _REFUSED = {
     "removed": (with_config(outlier_zscore=3), "outlier_zscore=3: no such setting any more: groups that are not finite"),
     "misspelt": (with_config(sync_intervall=4), r"sync_intervall=4: Pier has no such setting. Did you mean sync_interval\?"),
 }
+
+
+@pytest.mark.parametrize("part", [None, types.SimpleNamespace(enabled=False), types.SimpleNamespace(enabled=True)])
+def test_what_has_a_flag_is_refused_by_the_table_of_flags(part: types.SimpleNamespace | None) -> None:
+    loop = BridgeLoop(types.SimpleNamespace(inprocess_restart=part), pier=True)
+    assert bool(loop.arguments().inprocess_restart) is (part is not None and part.enabled)
+    assert loop.in_own_words("--inprocess-restart cannot") == "config.inprocess_restart.enabled cannot"
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,8 @@ _REFUSED = {
         "Drop the former",
     ],
     f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
+    f"{_PIER} --inprocess-restart": ["--inprocess-restart cannot be used", "let torchrun restart the job"],
+    f"{_PIER} --wandb-project p --wandb-exp-name e": ["--wandb-project p: the package wandb is not", "pip install wandb"],
     f"{_PIER} --pier-islands": ["--pier-islands: no such flag any more", "Drop it"],
     f"{_JOB} --full-validation": ["--full-validation", "some have one more", "Use --eval-iters"],
     f"{_JOB} --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-lighthouse", "Save all"],
