@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from bridge_installation import BRIDGE
 from launch import REPOSITORY, Recorded, Run, execute, launch
 from test_isolation import crossing
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from pier_megatron.bridge.arguments import BridgeLoop
 
 pytestmark = pytest.mark.processes
 
@@ -121,13 +118,6 @@ _REFUSED = {
     "removed": (with_config(outlier_zscore=3), "outlier_zscore=3: no such setting any more: groups that are not finite"),
     "misspelt": (with_config(sync_intervall=4), r"sync_intervall=4: Pier has no such setting. Did you mean sync_interval\?"),
 }
-
-
-@pytest.mark.parametrize("part", [None, types.SimpleNamespace(enabled=False), types.SimpleNamespace(enabled=True)])
-def test_what_has_a_flag_is_refused_by_the_table_of_flags(part: types.SimpleNamespace | None) -> None:
-    loop = BridgeLoop(types.SimpleNamespace(inprocess_restart=part), pier=True)
-    assert bool(loop.arguments().inprocess_restart) is (part is not None and part.enabled)
-    assert loop.in_own_words("--inprocess-restart cannot") == "config.inprocess_restart.enabled cannot"
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +266,11 @@ with temporary_distributed_context(backend="gloo"):
 loop = BridgeLoop(llama_tiny(), pier=True)
 assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
 assert loop.in_own_words("with --override-opt_param-scheduler") == "with config.scheduler.override_opt_param_scheduler"
+# What has a flag is refused by the table of flags.
+for part, is_refused in ((None, False), (types.SimpleNamespace(enabled=False), False), (types.SimpleNamespace(enabled=True), True)):
+    loop.config.inprocess_restart = part
+    assert bool(loop.arguments().inprocess_restart) is is_refused
+assert loop.in_own_words("--inprocess-restart cannot") == "config.inprocess_restart.enabled cannot"
 assert copy.copy(loop.arguments()).pier_sync_interval == 5
 for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
     checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
