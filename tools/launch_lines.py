@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub", ".job", ".pbs", ".template", ".qsub")
@@ -36,13 +36,13 @@ _SLURM = {
 }
 _SLURM |= {"JOB_ID": "1", "JOBID": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "CPUS_PER_TASK": "8"}
 _SLURM |= {"JOB_NODELIST": "node[0-1]", "NODELIST": "node[0-1]", "JOB_NAME": "job", "SUBMIT_DIR": "."}
-# What scripts want of their command line.
-_GIVEN = ["/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6"]
+# What a script wants of its command line.
+_GIVEN = ("/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6")
 _END = "\x01"
 
 
-def launch_lines(script: Path) -> Iterator[list[str]]:
-    """Yields the words of everything that a script would start and that may be a training, nothing if it does not end soon."""
+def launch_lines(script: Path, given: Sequence[str] = ()) -> Iterator[list[str]]:
+    """Yields the words of everything that a script would start, as far as it comes in seconds; ``given`` are its arguments."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o777)
@@ -60,12 +60,12 @@ def launch_lines(script: Path) -> Iterator[list[str]]:
         text = script.read_text(errors="replace")
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                ["/bin/bash", script, *_GIVEN],
-                env={"PATH": name, "HOME": name, "BASH_ENV": str(folder / "prelude"), "USER": "user", **_allocation(text)},
+                ["/bin/bash", script.resolve(), *(given or _GIVEN)],
+                env={"PATH": name, "HOME": name, "BASH_ENV": str(folder / "prelude"), "USER": "user", **allocation(text)},
                 cwd=script.parent,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=10,
+                timeout=5,
                 check=False,
                 # Scripts of others get no more rights than they need.
                 user="nobody" if os.geteuid() == 0 else None,
@@ -78,7 +78,7 @@ def _write(program: Path, text: str) -> None:
     program.chmod(0o755)
 
 
-def _allocation(text: str) -> dict[str, str]:
+def allocation(text: str) -> dict[str, str]:
     """What Slurm would set for a batch script."""
     asked = dict(re.findall(r"^#SBATCH\s+--?(N|nodes|ntasks-per-node|gpus-per-node)[ =]+(\d+)", text, re.MULTILINE))
     found = dict(_SLURM)

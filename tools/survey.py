@@ -1,9 +1,11 @@
-"""Asks of every training in a checkout of Megatron-LM whether it runs with Pier, and prints the answers as a page.
+"""Asks of every training in a folder whether it runs with Pier, and prints the answers as a page.
 
-``python tools/survey.py CHECKOUT [--recipes]``: the functional tests and the example scripts of the checkout, each with
-``--optimizer pier --pier-groups 2``, twice the ranks and twice the batch; with ``--recipes`` the recipes of an installed
-Megatron-Bridge too. Nothing trains: the arguments pass Megatron's parser and checks and the plugin's, as ``pier-megatron
-doctor`` has them do. ``--words NAME`` prints one of the command lines instead.
+``python tools/survey.py FOLDER [--recipes]``: of a checkout of Megatron-LM the functional tests and the example scripts, of
+any other folder all launch scripts; each with ``--optimizer pier --pier-groups 2``, twice the ranks and twice the batch; with
+``--recipes`` the recipes of an installed Megatron-Bridge too. Nothing trains: a script runs with stand-ins for everything that
+it would start, its lines are read as ``pier-megatron doctor`` reads them, and the arguments pass Megatron's parser and checks
+and the plugin's. Flags that this Megatron does not know are left out and counted apart: doctor knows them in the checkout of
+the fork that has them. ``--words NAME`` prints one of the command lines instead.
 """
 
 import argparse
@@ -14,28 +16,25 @@ import importlib
 import importlib.util
 import io
 import math
+import os
 import pkgutil
 import re
-import subprocess
+import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
+from launch_lines import SUFFIXES, allocation, launch_lines
 
 from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
 
 _ON_A_NODE = 8
-_SCRIPT = re.compile(r"pretrain_\w+\.py|train\.py")
+_SCRIPT = re.compile(r"(pre)?train(_\w+)?\.py|finetune_\w+\.py")
 _KINDS = {"hybrid": "hybrid", "mamba": "hybrid"}
-# What a script of an example wants of its command line.
-_GIVEN = ["/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6"]
-
-
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -62,11 +61,26 @@ _FAMILIES = (
 
 
 @dataclasses.dataclass
+class Line:
+    """One command line.
+
+    Attributes:
+        arguments: Words after the script; those of the whole line if it cannot be read.
+        unread: Why the line cannot be read; None if it can.
+        queues: Value of ``CUDA_DEVICE_MAX_CONNECTIONS`` that it sets, None for the default.
+    """
+
+    arguments: list[str]
+    unread: str | None = None
+    queues: str | None = None
+
+
+@dataclasses.dataclass
 class Answer:
     """What became of one command line.
 
     Attributes:
-        name: File that it is from, below the checkout.
+        name: File that it is from, below the folder.
         kind: Kind of its model.
         verdict: Column of the table.
         reasons: Messages of the refusal.
@@ -81,41 +95,60 @@ class Answer:
 def main() -> int:
     """Prints the page; returns 1 if something breaks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", action="store_true", help="the recipes of the installed Megatron-Bridge too")
     parser.add_argument("--words", metavar="NAME", help="print one of the command lines instead")
+    parser.add_argument("--given", type=str.split, default=[], metavar="WORDS", help="arguments of the launch scripts")
     options = parser.parse_args()
-    found = dict(command_lines(options.checkout))
+    found = dict(command_lines(options.folder, options.given))
     if options.words:
-        print(" ".join(found[options.words]))
+        print(" ".join(found[options.words].arguments))
         return 0
     warnings.filterwarnings("ignore")
     emulation.install()
-    answers = [asked(name, words) for name, words in _distinct(found).items()]
+    answers = [asked(name, line) for name, line in _distinct(found).items()]
     if options.recipes:
         answers += recipes()
     print(page(answers))
     return int(any(answer.verdict == "broken" for answer in answers))
 
 
-def command_lines(checkout: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields the arguments of each training, by the file that they are from."""
-    for path in sorted(checkout.glob("tests/functional_tests/test_cases/*/*/model_config.yaml")):
+def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str, Line]]:
+    """Yields each training, by the file that it is from; ``given`` are arguments of launch scripts."""
+    cases = sorted(folder.glob("tests/functional_tests/test_cases/*/*/model_config.yaml"))
+    for path in cases:
         case = yaml.safe_load(path.read_text())
         settings = case.get("MODEL_ARGS") or {}
+        queues = str((case.get("ENV_VARS") or {}).get("CUDA_DEVICE_MAX_CONNECTIONS", "")) or None
         # NeMo's have arguments of their own.
         if case.get("MODE", "pretraining") == "pretraining" and re.search(r"--num-layers|--hybrid", str(settings)):
-            yield str(path.parent.relative_to(path.parents[2])), list(_flags(settings))
-    with tempfile.TemporaryDirectory() as folder:
-        stub = Path(folder) / "torchrun"
-        # One word a line, and nothing else that a script starts is found.
-        stub.write_text("#!/bin/sh\nfor word; do printf '%s\\n' \"$word\"; done\nprintf '%s\\n' ====\n")
-        stub.chmod(0o755)
-        for name in ("python", "python3"):
-            (stub.parent / name).symlink_to(stub)
-        for path in sorted(checkout.glob("examples/**/*.sh")):
-            if _SCRIPT.search(path.read_text()):
-                yield from _of_script(path, checkout, folder)
+            yield str(path.parent.relative_to(path.parents[2])), Line(list(_flags(settings)), queues=queues)
+    for path in sorted((folder / "examples" if cases else folder).rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file() and _SCRIPT.search(path.read_text(errors="replace")):
+            for number, words in enumerate(launch_lines(path, given)):
+                name = f"{path.relative_to(folder)}{f' ({number + 1})' if number else ''}"
+                if (line := _read(words, allocation(path.read_text(errors="replace")))) is not None:
+                    yield name, line
+
+
+def _read(words: list[str], variables: Mapping[str, str]) -> Line | None:
+    """The training in a launch line, None without one; ``variables`` are those of its allocation."""
+    from pier_megatron.commands.launch_command import LaunchCommand
+
+    text = shlex.join(words)
+    if not (re.search(r"--num-layers|--hybrid", text) and _SCRIPT.search(text)):
+        return None
+    queues = next(iter(re.findall(r"CUDA_DEVICE_MAX_CONNECTIONS=(\w+)", text)), None)
+    os.environ |= variables
+    try:
+        command = LaunchCommand.parse(words)
+    except PierConfigError as error:
+        return Line(words, " ".join(map(str, error.args)), queues)
+    return (
+        Line([word for word in command.arguments if word], None, queues)
+        if _SCRIPT.fullmatch(Path(command.script).name)
+        else None
+    )
 
 
 def _flags(settings: Mapping[str, object]) -> Iterator[str]:
@@ -140,64 +173,73 @@ _SEVERAL = (
 )
 
 
-def _of_script(path: Path, checkout: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
-    try:
-        ran = subprocess.run(
-            ["/bin/bash", path, *_GIVEN],
-            env={"PATH": folder, "HOME": folder},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=5,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return
-    for number, started in enumerate(ran.stdout.split("====\n")[:-1]):
-        words = started.splitlines()
-        place = next((index for index, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
-        if place is not None and any(word.startswith("--num-layers") for word in words):
-            yield f"{path.relative_to(checkout)}{f' ({number + 1})' if number else ''}", [w for w in words[place + 1 :] if w]
-
-
-def _distinct(found: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _distinct(found: Mapping[str, Line]) -> dict[str, Line]:
     """Drops command lines that differ from another one only in names of files."""
     seen: dict[tuple[str, ...], str] = {}
-    for name, words in found.items():
-        seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in words), name)
+    for name, line in found.items():
+        seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in line.arguments), name)
     return {name: found[name] for name in seen.values()}
 
 
-def asked(name: str, words: list[str]) -> Answer:
+def asked(name: str, line: Line) -> Answer:
     """Asks stock Megatron and then the plugin about a command line."""
-    ranks = 2 * _least_ranks(words)
-    doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
     kind = next((kind for part, kind in _KINDS.items() if part in name), "GPT and MoE")
     if any(part in name for part in ("bert", "t5", "mimo", "multimodal", "retro", "vision")):
         kind = "other"
+    if line.unread is not None:
+        # A value that a script takes from its user or its cluster stands empty, or is what the survey gives instead.
+        verdict = (
+            "incomplete" if re.search(r"expected one argument|invalid int value|give the number", line.unread) else "not read"
+        )
+        return Answer(name, kind, verdict, [line.unread])
     try:
-        if problems := _problems(doubled, ranks):
-            return Answer(name, kind, "refused by stock", problems)
-        problems = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
+        doubled = _with(line.arguments, "--global-batch-size", lambda size: str(2 * int(size)))
+        ranks = 2 * _least_ranks(doubled)
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = line.queues or ("8" if "fsdp" in " ".join(doubled) else "1")
+        problems, unknown = _problems(doubled, ranks)
+        if problems:
+            incomplete = any(
+                re.search(r"expected (at least )?one argument|invalid \w+ value: '(/data/|--)", each) for each in problems
+            )
+            return Answer(name, kind, "incomplete" if incomplete else "refused by stock", problems)
+        problems, _ = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
+    except ValueError as error:
+        return Answer(name, kind, "incomplete", [str(error)])
     except Exception as error:
         return Answer(name, kind, "broken", [f"{type(error).__name__}: {error}"])
-    return Answer(name, kind, "refused" if problems else "accepted", problems)
+    if problems:
+        return Answer(name, kind, "refused", problems)
+    return Answer(name, kind, "flags of a fork" if unknown else "accepted", unknown)
 
 
-def _problems(words: list[str], ranks: int) -> list[str]:
-    from pier_megatron.commands.planned_job import parsed_arguments, validate
+def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
+    """What is refused of a line, and the flags that this Megatron does not know."""
+    from pier_megatron.commands.planned_job import (
+        configuration,
+        lacks_packages_here,
+        missing_flags,
+        needs_package,
+        parsed_arguments,
+        validate,
+    )
     from pier_megatron.integration.arguments import unknown_words
 
+    unknown: list[str] = []
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             args = parsed_arguments(ranks, _ON_A_NODE, ["pretrain_gpt.py", *words])
-            if any(word.startswith("--") for word in unknown_words()[0]):
-                return ["flags of a script's own, or of another release"]
+            unknown = [word.partition("=")[0] for word in unknown_words()[0] if word.startswith("--")]
+            if missing := missing_flags(args):
+                return [f"{', '.join(missing)}: not given, and there is no default"], unknown
             validate(args, _ON_A_NODE)
+            try:
+                configuration(args, _ON_A_NODE)
+            except PierConfigError as error:
+                if not (lacks_packages_here(args) and needs_package(str(error))):
+                    raise
         except PierConfigError as error:
-            return [str(message) for message in error.args]
-    return []
+            return [str(message) for message in error.args], unknown
+    return [], unknown
 
 
 def _least_ranks(words: Sequence[str]) -> int:
@@ -285,11 +327,12 @@ def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[.
 def page(answers: Sequence[Answer]) -> str:
     """Writes the page."""
     kinds = list(dict.fromkeys(answer.kind for answer in answers))
-    verdicts = ("accepted", "refused", "refused by stock", "broken", "not known without the network")
+    verdicts = ("accepted", "flags of a fork", "refused", "refused by stock", "incomplete", "not read", "broken")
+    verdicts += ("not known without the network",)
     count = collections.Counter((answer.kind, answer.verdict) for answer in answers)
     lines = [f"| kind | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(str(count[kind, verdict]) for verdict in verdicts)} |" for kind in kinds]
-    for verdict in ("refused", "broken", "refused by stock"):
+    for verdict in ("refused", "broken", "not read", "refused by stock", "flags of a fork", "incomplete"):
         reasons: dict[str, list[Answer]] = collections.defaultdict(list)
         for answer in (answer for answer in answers if answer.verdict == verdict):
             for reason in dict.fromkeys(_short(message) for message in answer.reasons):

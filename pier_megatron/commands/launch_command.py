@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class LaunchCommand:
             if own is not None:
                 return read(flat[own:], surroundings(words, flat[: own - 1]))
         reason = f"; {' and '.join(unread)} cannot be read from {Path.cwd()}" if unread else ""
+        if "deepspeed" in map(os.path.basename, flat):
+            reason = "; deepspeed starts Megatron-DeepSpeed, a fork that Pier has no part in"
         raise PierConfigError(
             f"no torchrun in this command, and no python{reason}. Give the launch command of the job, such as torchrun "
             "--nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier; in a batch script, write "

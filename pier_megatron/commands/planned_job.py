@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import linecache
 import os
@@ -80,6 +81,17 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
             raise PierConfigError("the job says neither --train-iters nor --train-samples.")
         if args.num_experts is not None:
             check_experts(args, args.pier_groups // settings_of(args).launches if args.pier else 1)
+
+
+def lacks_packages_here(args: argparse.Namespace) -> bool:
+    """Whether this machine, which has no GPU, lacks Transformer Engine, which the job may find where it will run."""
+    is_elsewhere = emulation.is_installed() and args.distributed_backend == "nccl"
+    return is_elsewhere and importlib.util.find_spec("transformer_engine") is None
+
+
+def needs_package(message: str) -> bool:
+    """Whether Megatron refuses something for want of a package."""
+    return re.search(r"\bTE\b|(?i:transformer.?engine|apex|not available|pip install)", message) is not None
 
 
 def configuration(args: argparse.Namespace, ranks_per_node: int) -> object:

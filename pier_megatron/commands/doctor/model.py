@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.planned_job import as_rank_0, configuration
-from pier_megatron.commands.planned_sizes import device_type, with_vocabulary
+from pier_megatron.commands.planned_job import as_rank_0, configuration, lacks_packages_here
+from pier_megatron.commands.planned_sizes import with_vocabulary
 from pier_megatron.commands.script_sources import ScriptSources
-from pier_megatron.cpu import emulation
 from pier_megatron.cpu.preparations import LOCAL
 from pier_megatron.errors import PierConfigError, Problems
 from pier_megatron.megatron_api import versions
@@ -37,7 +36,7 @@ def look(args: argparse.Namespace, command: LaunchCommand, sources: ScriptSource
     elif builds is not None:
         with problems.collecting():
             _build(args, command, builds[1])
-    if device_type(args) == "cuda" and emulation.is_installed() and lacks_te:
+    if lacks_packages_here(args):
         # The job may find elsewhere what is not installed here.
         findings.warnings += [f"here: {problem}" for problem in problems.found]
     else:
