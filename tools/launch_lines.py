@@ -39,6 +39,8 @@ _SLURM |= {"JOB_NODELIST": "node[0-1]", "NODELIST": "node[0-1]", "JOB_NAME": "jo
 # What a script wants of its command line.
 _GIVEN = ("/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6")
 _END = "\x01"
+# Scripts of others get no more rights than they need.
+_NOBODY = 65534
 
 
 def launch_lines(script: Path, given: Sequence[str] = ()) -> Iterator[list[str]]:
@@ -67,8 +69,7 @@ def launch_lines(script: Path, given: Sequence[str] = ()) -> Iterator[list[str]]
                 capture_output=True,
                 timeout=5,
                 check=False,
-                # Scripts of others get no more rights than they need.
-                user="nobody" if os.geteuid() == 0 else None,
+                **({"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}),
             )
         yield from (words.split("\0")[:-1] for words in said.read_text(errors="replace").split(f"{_END}\0")[:-1])
 

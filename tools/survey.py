@@ -66,11 +66,13 @@ class Line:
 
     Attributes:
         arguments: Words after the script; those of the whole line if it cannot be read.
+        ranks: Number of ranks that the line starts, None if it does not say it.
         unread: Why the line cannot be read; None if it can.
         queues: Value of ``CUDA_DEVICE_MAX_CONNECTIONS`` that it sets, None for the default.
     """
 
     arguments: list[str]
+    ranks: int | None = None
     unread: str | None = None
     queues: str | None = None
 
@@ -125,9 +127,11 @@ def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str
             yield str(path.parent.relative_to(path.parents[2])), Line(list(_flags(settings)), queues=queues)
     for path in sorted((folder / "examples" if cases else folder).rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and _SCRIPT.search(path.read_text(errors="replace")):
-            for number, words in enumerate(launch_lines(path, given)):
+            for number, words in enumerate(launch_lines(path.resolve(), given)):
                 name = f"{path.relative_to(folder)}{f' ({number + 1})' if number else ''}"
-                if (line := _read(words, allocation(path.read_text(errors="replace")))) is not None:
+                with contextlib.chdir(path.parent):
+                    line = _read(words, allocation(path.read_text(errors="replace")))
+                if line is not None:
                     yield name, line
 
 
@@ -143,12 +147,9 @@ def _read(words: list[str], variables: Mapping[str, str]) -> Line | None:
     try:
         command = LaunchCommand.parse(words)
     except PierConfigError as error:
-        return Line(words, " ".join(map(str, error.args)), queues)
-    return (
-        Line([word for word in command.arguments if word], None, queues)
-        if _SCRIPT.fullmatch(Path(command.script).name)
-        else None
-    )
+        return Line(words, None, " ".join(map(str, error.args)), queues)
+    is_training = _SCRIPT.fullmatch(Path(command.script).name)
+    return Line([word for word in command.arguments if word], command.ranks, None, queues) if is_training else None
 
 
 def _flags(settings: Mapping[str, object]) -> Iterator[str]:
@@ -187,24 +188,18 @@ def asked(name: str, line: Line) -> Answer:
     if any(part in name for part in ("bert", "t5", "mimo", "multimodal", "retro", "vision")):
         kind = "other"
     if line.unread is not None:
-        # A value that a script takes from its user or its cluster stands empty, or is what the survey gives instead.
-        verdict = (
-            "incomplete" if re.search(r"expected one argument|invalid int value|give the number", line.unread) else "not read"
-        )
-        return Answer(name, kind, verdict, [line.unread])
+        # What a script takes from its user or its cluster stands empty, or is what the survey gives instead.
+        is_empty = re.search(r"expected one argument|invalid int value|give the number|unrecognized", line.unread)
+        return Answer(name, kind, "incomplete" if is_empty else "not read", [line.unread])
     try:
-        doubled = _with(line.arguments, "--global-batch-size", lambda size: str(2 * int(size)))
-        ranks = 2 * _least_ranks(doubled)
+        words = _completed(line.arguments)
+        doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
+        ranks = 2 * (line.ranks if line.ranks and line.ranks % _least_ranks(words, 1) == 0 else _least_ranks(words))
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = line.queues or ("8" if "fsdp" in " ".join(doubled) else "1")
         problems, unknown = _problems(doubled, ranks)
         if problems:
-            incomplete = any(
-                re.search(r"expected (at least )?one argument|invalid \w+ value: '(/data/|--)", each) for each in problems
-            )
-            return Answer(name, kind, "incomplete" if incomplete else "refused by stock", problems)
+            return Answer(name, kind, "refused by stock", problems)
         problems, _ = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
-    except ValueError as error:
-        return Answer(name, kind, "incomplete", [str(error)])
     except Exception as error:
         return Answer(name, kind, "broken", [f"{type(error).__name__}: {error}"])
     if problems:
@@ -212,44 +207,63 @@ def asked(name: str, line: Line) -> Answer:
     return Answer(name, kind, "flags of a fork" if unknown else "accepted", unknown)
 
 
+def _completed(words: list[str]) -> list[str]:
+    """A line with stand-ins for what its script wants of its user or its cluster: a path, and the number 8."""
+    from pier_megatron.commands.planned_job import parsed_arguments
+
+    for _ in range(len(words)):
+        try:
+            parsed_arguments(_ON_A_NODE, _ON_A_NODE, ["pretrain_gpt.py", *words])
+        except PierConfigError as error:
+            wrong = re.search(r"argument (--[\w-]+).*: (expected .*argument|invalid \w+ value: '(.*)')", str(error))
+            if wrong and wrong[3] is None:
+                place = max((place for place, word in enumerate(words) if word == wrong[1]), default=len(words))
+                words = [*words[: place + 1], "/data/1", *words[place + 1 :]]
+                continue
+            if wrong and wrong[3].startswith("/data/"):
+                words = ["8" if (words[place - 1], word) == (wrong[1], wrong[3]) else word for place, word in enumerate(words)]
+                continue
+        break
+    return words
+
+
 def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
     """What is refused of a line, and the flags that this Megatron does not know."""
-    from pier_megatron.commands.planned_job import (
-        configuration,
-        lacks_packages_here,
-        missing_flags,
-        needs_package,
-        parsed_arguments,
-        validate,
-    )
+    from pier_megatron.commands import planned_job
     from pier_megatron.integration.arguments import unknown_words
 
-    unknown: list[str] = []
+    unknown, args, on_a_node = list[str](), None, min(ranks, _ON_A_NODE)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            args = parsed_arguments(ranks, _ON_A_NODE, ["pretrain_gpt.py", *words])
+            args = planned_job.parsed_arguments(ranks, on_a_node, ["pretrain_gpt.py", *words])
             unknown = [word.partition("=")[0] for word in unknown_words()[0] if word.startswith("--")]
-            if missing := missing_flags(args):
+            if missing := planned_job.missing_flags(args):
                 return [f"{', '.join(missing)}: not given, and there is no default"], unknown
-            validate(args, _ON_A_NODE)
-            try:
-                configuration(args, _ON_A_NODE)
-            except PierConfigError as error:
-                if not (lacks_packages_here(args) and needs_package(str(error))):
-                    raise
+            planned_job.validate(args, on_a_node)
+            planned_job.configuration(args, on_a_node)
         except PierConfigError as error:
-            return [str(message) for message in error.args], unknown
+            # What is not installed here may be where the line is from.
+            elsewhere = args is not None and planned_job.lacks_packages_here(args)
+            found = list(map(str, error.args))
+            return [each for each in found if not (elsewhere and planned_job.needs_package(each))], unknown
     return [], unknown
 
 
-def _least_ranks(words: Sequence[str]) -> int:
+def _least_ranks(words: Sequence[str], on_a_node: int = _ON_A_NODE) -> int:
     given = (_value(words, f"--{size.replace('_', '-')}") for size in _SIZES)
-    return _ranks(*(None if size is None else int(size) for size in given))
+    return _ranks(*(None if size is None else int(size) for size in given), on_a_node=on_a_node)
 
 
-def _ranks(tensor: int | None, stages: int | None, context: int | None, experts: int | None, of_expert: int | None) -> int:
+def _ranks(
+    tensor: int | None,
+    stages: int | None,
+    context: int | None,
+    experts: int | None,
+    of_expert: int | None,
+    on_a_node: int = _ON_A_NODE,
+) -> int:
     tensor, stages = tensor or 1, stages or 1
-    return math.lcm(_ON_A_NODE, tensor * stages * (context or 1), (of_expert or tensor) * (experts or 1) * stages)
+    return math.lcm(on_a_node, tensor * stages * (context or 1), (of_expert or tensor) * (experts or 1) * stages)
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

@@ -105,10 +105,9 @@ def _is_valid(args: argparse.Namespace, command: LaunchCommand, sources: ScriptS
     if not checks.found and sources.files_with(planned_job.CONFIGURATION):
         with checks.collecting():
             planned_job.configuration(args, command.ranks_per_node)
-        if planned_job.lacks_packages_here(args):
-            absent = list(filter(planned_job.needs_package, checks.found))
-            findings.warnings += [f"here: {each}" for each in absent]
-            checks.found = [each for each in checks.found if each not in absent]
+    absent = list(filter(planned_job.needs_package, checks.found)) if planned_job.lacks_packages_here(args) else []
+    findings.warnings += [f"here: {each}" for each in absent]
+    checks.found = [each for each in checks.found if each not in absent]
     if args.use_checkpoint_args:
         findings.warnings += [
             f"{error} If the checkpoint in --load gives what is missing, the job starts: --use-checkpoint-args is not read here"

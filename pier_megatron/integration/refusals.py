@@ -74,6 +74,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "--non-persistent-ckpt-type local: local checkpoints do not say what run they are of. Use global",
         ),
         (
+            getattr(args, "dist_ckpt_strictness", None) == "raise_all",
+            "--dist-ckpt-strictness raise_all: a checkpoint holds more than a run asks for, such as what stock Megatron reads "
+            "and the inner state of other groups, and Megatron would refuse to load it. Use raise_unexpected",
+        ),
+        (
             form not in (None, "torch_dist"),
             f"--ckpt-convert-format {form}: it stores the model of one group with the optimizer state of another. Convert with "
             "--optimizer adam --use-distributed-optimizer, which reads the weights that all groups agree on and the inner "

@@ -39,6 +39,7 @@ _REFUSED = {
         "Drop the former",
     ],
     f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
+    f"{_PIER} --dist-ckpt-strictness raise_all": ["a checkpoint holds more than a run asks for", "Use raise_unexpected"],
     f"{_PIER} --inprocess-restart": ["--inprocess-restart cannot be used", "let torchrun restart the job"],
     f"{_PIER} --wandb-project p --wandb-exp-name e": ["--wandb-project p: the package wandb is not", "pip install wandb"],
     f"{_PIER} --pier-islands": ["--pier-islands: no such flag any more", "Drop it"],
