@@ -47,7 +47,9 @@ def test_same_run_goes_on_exactly() -> None:
 
 
 def test_a_longer_run_is_told_the_whole_line() -> None:
-    with pytest.raises(PierConfigError, match="--train-iters 1000 is now 2000.* --pier-override-checkpoint with --override-opt"):
+    with pytest.raises(
+        PierConfigError, match=r"--train-iters 1000 is now 2000.* --pier-override-checkpoint with --override-opt"
+    ):
         described().check(described(train_iters=2000), accepts_changes=False)
 
 
