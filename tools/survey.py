@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--words", metavar="NAME", help="print one of the command lines instead")
     parser.add_argument("--given", type=str.split, default=[], metavar="WORDS", help="arguments of the launch scripts")
     options = parser.parse_args()
-    found = dict(command_lines(options.folder, options.given))
+    found = dict(command_lines(options.folder.resolve(), options.given))
     if options.words:
         print(" ".join(found[options.words].arguments))
         return 0
@@ -127,7 +127,7 @@ def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str
             yield str(path.parent.relative_to(path.parents[2])), Line(list(_flags(settings)), queues=queues)
     for path in sorted((folder / "examples" if cases else folder).rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and _SCRIPT.search(path.read_text(errors="replace")):
-            for number, words in enumerate(launch_lines(path.resolve(), given)):
+            for number, words in enumerate(launch_lines(path, given)):
                 name = f"{path.relative_to(folder)}{f' ({number + 1})' if number else ''}"
                 with contextlib.chdir(path.parent):
                     line = _read(words, allocation(path.read_text(errors="replace")))

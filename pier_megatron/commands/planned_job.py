@@ -24,7 +24,7 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
 from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.inner.requirements import scaled
-from pier_megatron.integration.refusals import check_experts
+from pier_megatron.integration.refusals import check_experts, refuse_division_by_none
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
@@ -79,6 +79,7 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
                 settle_iterations(args)
         elif args.train_iters is None:
             raise PierConfigError("the job says neither --train-iters nor --train-samples.")
+        refuse_division_by_none(args)
         if args.num_experts is not None:
             check_experts(args, args.pier_groups // settings_of(args).launches if args.pier else 1)
 

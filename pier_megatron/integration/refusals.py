@@ -173,9 +173,10 @@ def refuse_division_by_none(args: argparse.Namespace) -> None:
         PierConfigError: With the remedy.
     """
     if not args.eval_interval and not (args.skip_train or args.full_validation):
+        advice = " with a multiple of --pier-sync-interval" if args.pier else ", such as the length of the run"
         raise PierConfigError(
             f"--eval-interval: {'not given' if args.eval_interval is None else 0}. Megatron divides --train-iters by it when "
-            "it builds the data sets, also with --eval-iters 0. Add --eval-interval with a multiple of --pier-sync-interval."
+            f"it builds the data sets, also with --eval-iters 0. Add --eval-interval{advice}."
         )
 
 
