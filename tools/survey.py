@@ -194,9 +194,13 @@ def asked(name: str, line: Line) -> Answer:
     try:
         words = _completed(line.arguments)
         doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
-        ranks = 2 * (line.ranks if line.ranks and line.ranks % _least_ranks(words, 1) == 0 else _least_ranks(words))
+        own = [line.ranks] if line.ranks and line.ranks % _least_ranks(words, 1) == 0 else []
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = line.queues or ("8" if "fsdp" in " ".join(doubled) else "1")
-        problems, unknown = _problems(doubled, ranks)
+        # A script may count its ranks from hosts that are not there.
+        for ranks in (2 * each for each in (*own, _least_ranks(words))):
+            problems, unknown = _problems(doubled, ranks)
+            if not problems:
+                break
         if problems:
             return Answer(name, kind, "refused by stock", problems)
         problems, _ = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)

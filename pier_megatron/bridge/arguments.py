@@ -47,7 +47,6 @@ class BridgeArguments:
             return None
         if found is None:
             raise AttributeError(name)
-        # Some parts of the configuration may be absent.
         return None if found[0] is None else getattr(*found)
 
     def place_of(self, name: str) -> tuple[Any, str] | None:

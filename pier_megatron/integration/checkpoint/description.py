@@ -215,7 +215,7 @@ class Description:
                 f"{', '.join(foreign)}. Restore the setting, or restart from the weights with --finetune."
             )
         if changes and not accepts_changes:
-            # Of other schedules Megatron would ask at the next start.
+            # Megatron would ask about schedules at the next start.
             is_longer = self.settings["train_iters"] != present.settings["train_iters"]
             whole = f" (for another length the whole line: --pier-override-checkpoint with {SCHEDULES})" if is_longer else ""
             raise PierConfigError(
