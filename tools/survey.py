@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import itertools
 import math
 import os
 import pkgutil
@@ -42,6 +43,8 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+# What a variable holds that a script finds in its cluster.
+_OF_TORCHRUN = {"nproc-per-node": "8", "nnodes": "1", "node-rank": "0", "master-addr": "node0", "master-port": "29500"}
 # Models of recipes by the beginning of what transformers calls their configuration and their class.
 _FAMILIES = (
     ("Qwen3-Next", "Qwen3Next", "Qwen3Next"),
@@ -135,6 +138,19 @@ def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str
                     yield name, line
 
 
+def _filled(words: Sequence[str]) -> Iterator[str]:
+    """Words with stand-ins where a variable of torchrun's options stands empty, or holds an argument that is no number."""
+    previous = ""
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("/data/") and _OF_TORCHRUN.get(previous):
+            yield _OF_TORCHRUN[previous]
+        else:
+            yield word
+        previous = word.lstrip("-").replace("_", "-")
+        if word.startswith("--") and previous in _OF_TORCHRUN and (after.startswith("--") or after.endswith(".py")):
+            yield _OF_TORCHRUN[previous]
+
+
 def _read(words: list[str], variables: Mapping[str, str]) -> Line | None:
     """The training in a launch line, None without one; ``variables`` are those of its allocation."""
     from pier_megatron.commands.launch_command import LaunchCommand
@@ -145,7 +161,7 @@ def _read(words: list[str], variables: Mapping[str, str]) -> Line | None:
     queues = next(iter(re.findall(r"CUDA_DEVICE_MAX_CONNECTIONS=(\w+)", text)), None)
     os.environ |= variables
     try:
-        command = LaunchCommand.parse(words)
+        command = LaunchCommand.parse(list(_filled(words)))
     except PierConfigError as error:
         return Line(words, None, " ".join(map(str, error.args)), queues)
     is_training = _SCRIPT.fullmatch(Path(command.script).name)

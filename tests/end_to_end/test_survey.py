@@ -23,7 +23,7 @@ _SCRIPTS = {
     "mpi.sh": f"mpirun -np 32 --map-by ppr:8:node bash -x -c 'python pretrain_gpt.py {_MODEL} --use-flash-attn-triton'\n",
     "hopeless.sh": f"srun ./other.sh pretrain_gpt.py {_MODEL} --seed 7\n",
     "fork.sh": f"deepspeed pretrain_gpt.py {_MODEL}\n",
-    "unfilled.sh": f"torchrun --nproc-per-node $GPUS --nnodes 1 pretrain_gpt.py {_MODEL} --seed 8\n",
+    "unfilled.sh": f"torchrun --nproc-per-node $GPUS --max-restarts $MOST pretrain_gpt.py {_MODEL} --seed 8\n",
     "refused.sh": f"python pretrain_gpt.py {_MODEL} --no-gradient-accumulation-fusion "
     "--use-torch-fsdp2 --ckpt-format torch_dcp "
     "--untie-embeddings-and-output-weights\n",
@@ -46,6 +46,6 @@ def test_launch_scripts_of_a_folder(tmp_path: Path) -> None:
         r"--use-torch-fsdp2 cannot be used with --optimizer pier.*\| refused.sh",
         r"no torchrun in this command, and no python; ./other.sh cannot be read .*\| hopeless.sh",
         r"deepspeed starts Megatron-DeepSpeed, a fork.*\| fork.sh",
-        r"expected one argument \| 1 \(1\) \| unfilled.sh",
+        r"invalid int value: 'pretrain_gpt.py' \| 1 \(1\) \| unfilled.sh",
     ):
         assert re.search(found, page), page
