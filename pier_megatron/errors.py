@@ -57,14 +57,20 @@ def no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "
 _MOST_MEANT = 3
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Known words that an unknown one may mean: those that begin with it; if there are none, the most similar one."""
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> list[str]:
+    """Known words that an unknown one may mean: those that begin with it; if there are none, the most similar one.
+
+    Args:
+        word: The unknown one.
+        known: All that it may mean.
+        likeness: Share of letters in common from which on a word is similar, 0 to 1.
+    """
     # Here, because a command that is well typed does not need it.
     import difflib
 
     name, known = word.partition("=")[0], list(known)
     longer = [each for each in known if each.startswith(name)]
-    return longer if 0 < len(longer) <= _MOST_MEANT else difflib.get_close_matches(name, known, n=1)
+    return longer if 0 < len(longer) <= _MOST_MEANT else difflib.get_close_matches(name, known, n=1, cutoff=likeness)
 
 
 def hint(meant: Iterable[str]) -> str:

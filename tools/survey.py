@@ -1,9 +1,11 @@
-"""Asks of every training in a checkout of Megatron-LM whether it runs with Pier, and prints the answers as a page.
+"""Asks of every training in a folder whether it runs with Pier, and prints the answers as a page.
 
-``python tools/survey.py CHECKOUT [--recipes]``: the functional tests and the example scripts of the checkout, each with
-``--optimizer pier --pier-groups 2``, twice the ranks and twice the batch; with ``--recipes`` the recipes of an installed
-Megatron-Bridge too. Nothing trains: the arguments pass Megatron's parser and checks and the plugin's, as ``pier-megatron
-doctor`` has them do. ``--words NAME`` prints one of the command lines instead.
+``python tools/survey.py FOLDER [--recipes]``: of a checkout of Megatron-LM the functional tests and the example scripts, of
+any other folder all launch scripts; each with ``--optimizer pier --pier-groups 2``, twice the ranks and twice the batch; with
+``--recipes`` the recipes of an installed Megatron-Bridge too. Nothing trains: a script runs with stand-ins for everything that
+it would start, its lines are read as ``pier-megatron doctor`` reads them, and the arguments pass Megatron's parser and checks
+and the plugin's. Flags that this Megatron does not know are left out and counted apart: doctor knows them in the checkout of
+the fork that has them. ``--words NAME`` prints one of the command lines instead.
 """
 
 import argparse
@@ -13,29 +15,27 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import itertools
 import math
+import os
 import pkgutil
 import re
-import subprocess
+import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
+from launch_lines import SUFFIXES, allocation, launch_lines
 
 from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
 
 _ON_A_NODE = 8
-_SCRIPT = re.compile(r"pretrain_\w+\.py|train\.py")
+_SCRIPT = re.compile(r"(pre)?train(_\w+)?\.py|finetune_\w+\.py")
 _KINDS = {"hybrid": "hybrid", "mamba": "hybrid"}
-# What a script of an example wants of its command line.
-_GIVEN = ["/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6"]
-
-
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -43,6 +43,8 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+# What a variable holds that a script finds in its cluster.
+_OF_TORCHRUN = {"nproc-per-node": "8", "nnodes": "1", "node-rank": "0", "master-addr": "node0", "master-port": "29500"}
 # Models of recipes by the beginning of what transformers calls their configuration and their class.
 _FAMILIES = (
     ("Qwen3-Next", "Qwen3Next", "Qwen3Next"),
@@ -62,11 +64,28 @@ _FAMILIES = (
 
 
 @dataclasses.dataclass
+class Line:
+    """One command line.
+
+    Attributes:
+        arguments: Words after the script; those of the whole line if it cannot be read.
+        ranks: Number of ranks that the line starts, None if it does not say it.
+        unread: Why the line cannot be read; None if it can.
+        queues: Value of ``CUDA_DEVICE_MAX_CONNECTIONS`` that it sets, None for the default.
+    """
+
+    arguments: list[str]
+    ranks: int | None = None
+    unread: str | None = None
+    queues: str | None = None
+
+
+@dataclasses.dataclass
 class Answer:
     """What became of one command line.
 
     Attributes:
-        name: File that it is from, below the checkout.
+        name: File that it is from, below the folder.
         kind: Kind of its model.
         verdict: Column of the table.
         reasons: Messages of the refusal.
@@ -81,41 +100,72 @@ class Answer:
 def main() -> int:
     """Prints the page; returns 1 if something breaks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", action="store_true", help="the recipes of the installed Megatron-Bridge too")
     parser.add_argument("--words", metavar="NAME", help="print one of the command lines instead")
+    parser.add_argument("--given", type=str.split, default=[], metavar="WORDS", help="arguments of the launch scripts")
     options = parser.parse_args()
-    found = dict(command_lines(options.checkout))
+    found = dict(command_lines(options.folder.resolve(), options.given))
     if options.words:
-        print(" ".join(found[options.words]))
+        print(" ".join(found[options.words].arguments))
         return 0
     warnings.filterwarnings("ignore")
     emulation.install()
-    answers = [asked(name, words) for name, words in _distinct(found).items()]
+    answers = [asked(name, line) for name, line in _distinct(found).items()]
     if options.recipes:
         answers += recipes()
     print(page(answers))
     return int(any(answer.verdict == "broken" for answer in answers))
 
 
-def command_lines(checkout: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields the arguments of each training, by the file that they are from."""
-    for path in sorted(checkout.glob("tests/functional_tests/test_cases/*/*/model_config.yaml")):
+def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str, Line]]:
+    """Yields each training, by the file that it is from; ``given`` are arguments of launch scripts."""
+    cases = sorted(folder.glob("tests/functional_tests/test_cases/*/*/model_config.yaml"))
+    for path in cases:
         case = yaml.safe_load(path.read_text())
         settings = case.get("MODEL_ARGS") or {}
+        queues = str((case.get("ENV_VARS") or {}).get("CUDA_DEVICE_MAX_CONNECTIONS", "")) or None
         # NeMo's have arguments of their own.
         if case.get("MODE", "pretraining") == "pretraining" and re.search(r"--num-layers|--hybrid", str(settings)):
-            yield str(path.parent.relative_to(path.parents[2])), list(_flags(settings))
-    with tempfile.TemporaryDirectory() as folder:
-        stub = Path(folder) / "torchrun"
-        # One word a line, and nothing else that a script starts is found.
-        stub.write_text("#!/bin/sh\nfor word; do printf '%s\\n' \"$word\"; done\nprintf '%s\\n' ====\n")
-        stub.chmod(0o755)
-        for name in ("python", "python3"):
-            (stub.parent / name).symlink_to(stub)
-        for path in sorted(checkout.glob("examples/**/*.sh")):
-            if _SCRIPT.search(path.read_text()):
-                yield from _of_script(path, checkout, folder)
+            yield str(path.parent.relative_to(path.parents[2])), Line(list(_flags(settings)), queues=queues)
+    for path in sorted((folder / "examples" if cases else folder).rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file() and _SCRIPT.search(path.read_text(errors="replace")):
+            for number, words in enumerate(launch_lines(path, given)):
+                name = f"{path.relative_to(folder)}{f' ({number + 1})' if number else ''}"
+                with contextlib.chdir(path.parent):
+                    line = _read(words, allocation(path.read_text(errors="replace")))
+                if line is not None:
+                    yield name, line
+
+
+def _filled(words: Sequence[str]) -> Iterator[str]:
+    """Words with stand-ins where a variable of torchrun's options stands empty, or holds an argument that is no number."""
+    previous = ""
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("/data/") and _OF_TORCHRUN.get(previous):
+            yield _OF_TORCHRUN[previous]
+        else:
+            yield word
+        previous = word.lstrip("-").replace("_", "-")
+        if word.startswith("--") and previous in _OF_TORCHRUN and (after.startswith("--") or after.endswith(".py")):
+            yield _OF_TORCHRUN[previous]
+
+
+def _read(words: list[str], variables: Mapping[str, str]) -> Line | None:
+    """The training in a launch line, None without one; ``variables`` are those of its allocation."""
+    from pier_megatron.commands.launch_command import LaunchCommand
+
+    text = shlex.join(words)
+    if not (re.search(r"--num-layers|--hybrid", text) and _SCRIPT.search(text)):
+        return None
+    queues = next(iter(re.findall(r"CUDA_DEVICE_MAX_CONNECTIONS=(\w+)", text)), None)
+    os.environ |= variables
+    try:
+        command = LaunchCommand.parse(list(_filled(words)))
+    except PierConfigError as error:
+        return Line(words, None, " ".join(map(str, error.args)), queues)
+    is_training = _SCRIPT.fullmatch(Path(command.script).name)
+    return Line([word for word in command.arguments if word], command.ranks, None, queues) if is_training else None
 
 
 def _flags(settings: Mapping[str, object]) -> Iterator[str]:
@@ -140,74 +190,100 @@ _SEVERAL = (
 )
 
 
-def _of_script(path: Path, checkout: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
-    try:
-        ran = subprocess.run(
-            ["/bin/bash", path, *_GIVEN],
-            env={"PATH": folder, "HOME": folder},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=5,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return
-    for number, started in enumerate(ran.stdout.split("====\n")[:-1]):
-        words = started.splitlines()
-        place = next((index for index, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
-        if place is not None and any(word.startswith("--num-layers") for word in words):
-            yield f"{path.relative_to(checkout)}{f' ({number + 1})' if number else ''}", [w for w in words[place + 1 :] if w]
-
-
-def _distinct(found: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _distinct(found: Mapping[str, Line]) -> dict[str, Line]:
     """Drops command lines that differ from another one only in names of files."""
     seen: dict[tuple[str, ...], str] = {}
-    for name, words in found.items():
-        seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in words), name)
+    for name, line in found.items():
+        seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in line.arguments), name)
     return {name: found[name] for name in seen.values()}
 
 
-def asked(name: str, words: list[str]) -> Answer:
+def asked(name: str, line: Line) -> Answer:
     """Asks stock Megatron and then the plugin about a command line."""
-    ranks = 2 * _least_ranks(words)
-    doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
     kind = next((kind for part, kind in _KINDS.items() if part in name), "GPT and MoE")
     if any(part in name for part in ("bert", "t5", "mimo", "multimodal", "retro", "vision")):
         kind = "other"
+    if line.unread is not None:
+        # What a script takes from its user or its cluster stands empty, or is what the survey gives instead.
+        is_empty = re.search(r"expected one argument|invalid int value|give the number|unrecognized", line.unread)
+        return Answer(name, kind, "incomplete" if is_empty else "not read", [line.unread])
     try:
-        if problems := _problems(doubled, ranks):
+        words = _completed(line.arguments)
+        doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
+        own = [line.ranks] if line.ranks and line.ranks % _least_ranks(words, 1) == 0 else []
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = line.queues or ("8" if "fsdp" in " ".join(doubled) else "1")
+        # A script may count its ranks from hosts that are not there.
+        for ranks in (2 * each for each in (*own, _least_ranks(words))):
+            problems, unknown = _problems(doubled, ranks)
+            if not problems:
+                break
+        if problems:
             return Answer(name, kind, "refused by stock", problems)
-        problems = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
+        problems, _ = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
     except Exception as error:
         return Answer(name, kind, "broken", [f"{type(error).__name__}: {error}"])
-    return Answer(name, kind, "refused" if problems else "accepted", problems)
+    if problems:
+        return Answer(name, kind, "refused", problems)
+    return Answer(name, kind, "flags of a fork" if unknown else "accepted", unknown)
 
 
-def _problems(words: list[str], ranks: int) -> list[str]:
-    from pier_megatron.commands.planned_job import parsed_arguments, validate
+def _completed(words: list[str]) -> list[str]:
+    """A line with stand-ins for what its script wants of its user or its cluster: a path, and the number 8."""
+    from pier_megatron.commands.planned_job import parsed_arguments
+
+    for _ in range(len(words)):
+        try:
+            parsed_arguments(_ON_A_NODE, _ON_A_NODE, ["pretrain_gpt.py", *words])
+        except PierConfigError as error:
+            wrong = re.search(r"argument (--[\w-]+).*: (expected .*argument|invalid \w+ value: '(.*)')", str(error))
+            if wrong and wrong[3] is None:
+                place = max((place for place, word in enumerate(words) if word == wrong[1]), default=len(words))
+                words = [*words[: place + 1], "/data/1", *words[place + 1 :]]
+                continue
+            if wrong and wrong[3].startswith("/data/"):
+                words = ["8" if (words[place - 1], word) == (wrong[1], wrong[3]) else word for place, word in enumerate(words)]
+                continue
+        break
+    return words
+
+
+def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
+    """What is refused of a line, and the flags that this Megatron does not know."""
+    from pier_megatron.commands import planned_job
     from pier_megatron.integration.arguments import unknown_words
 
+    unknown, args, on_a_node = list[str](), None, min(ranks, _ON_A_NODE)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            args = parsed_arguments(ranks, _ON_A_NODE, ["pretrain_gpt.py", *words])
-            if any(word.startswith("--") for word in unknown_words()[0]):
-                return ["flags of a script's own, or of another release"]
-            validate(args, _ON_A_NODE)
+            args = planned_job.parsed_arguments(ranks, on_a_node, ["pretrain_gpt.py", *words])
+            unknown = [word.partition("=")[0] for word in unknown_words()[0] if word.startswith("--")]
+            if missing := planned_job.missing_flags(args):
+                return [f"{', '.join(missing)}: not given, and there is no default"], unknown
+            planned_job.validate(args, on_a_node)
+            planned_job.configuration(args, on_a_node)
         except PierConfigError as error:
-            return [str(message) for message in error.args]
-    return []
+            # What is not installed here may be where the line is from.
+            elsewhere = args is not None and planned_job.lacks_packages_here(args)
+            found = list(map(str, error.args))
+            return [each for each in found if not (elsewhere and planned_job.needs_package(each))], unknown
+    return [], unknown
 
 
-def _least_ranks(words: Sequence[str]) -> int:
+def _least_ranks(words: Sequence[str], on_a_node: int = _ON_A_NODE) -> int:
     given = (_value(words, f"--{size.replace('_', '-')}") for size in _SIZES)
-    return _ranks(*(None if size is None else int(size) for size in given))
+    return _ranks(*(None if size is None else int(size) for size in given), on_a_node=on_a_node)
 
 
-def _ranks(tensor: int | None, stages: int | None, context: int | None, experts: int | None, of_expert: int | None) -> int:
+def _ranks(
+    tensor: int | None,
+    stages: int | None,
+    context: int | None,
+    experts: int | None,
+    of_expert: int | None,
+    on_a_node: int = _ON_A_NODE,
+) -> int:
     tensor, stages = tensor or 1, stages or 1
-    return math.lcm(_ON_A_NODE, tensor * stages * (context or 1), (of_expert or tensor) * (experts or 1) * stages)
+    return math.lcm(on_a_node, tensor * stages * (context or 1), (of_expert or tensor) * (experts or 1) * stages)
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:
@@ -285,11 +361,12 @@ def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[.
 def page(answers: Sequence[Answer]) -> str:
     """Writes the page."""
     kinds = list(dict.fromkeys(answer.kind for answer in answers))
-    verdicts = ("accepted", "refused", "refused by stock", "broken", "not known without the network")
+    verdicts = ("accepted", "flags of a fork", "refused", "refused by stock", "incomplete", "not read", "broken")
+    verdicts += ("not known without the network",)
     count = collections.Counter((answer.kind, answer.verdict) for answer in answers)
     lines = [f"| kind | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(str(count[kind, verdict]) for verdict in verdicts)} |" for kind in kinds]
-    for verdict in ("refused", "broken", "refused by stock"):
+    for verdict in ("refused", "broken", "not read", "refused by stock", "flags of a fork", "incomplete"):
         reasons: dict[str, list[Answer]] = collections.defaultdict(list)
         for answer in (answer for answer in answers if answer.verdict == verdict):
             for reason in dict.fromkeys(_short(message) for message in answer.reasons):

@@ -16,6 +16,7 @@ _SECTIONS = (
 # Where a setting has another name than Megatron's argument, or is in no part.
 _OTHER_PATHS = {
     "num_experts": "model.num_moe_experts",
+    "inprocess_restart": "inprocess_restart.enabled",
     "data_parallel_size": "data_parallel_size",
     "pier_inner_optimizer": "optimizer.optimizer",
 }
@@ -46,7 +47,7 @@ class BridgeArguments:
             return None
         if found is None:
             raise AttributeError(name)
-        return getattr(*found)
+        return None if found[0] is None else getattr(*found)
 
     def place_of(self, name: str) -> tuple[Any, str] | None:
         """The part of the configuration that holds an argument, and the name there; None if there is none."""

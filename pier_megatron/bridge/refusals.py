@@ -16,7 +16,6 @@ _REFUSED = {
     "dist.eval_context_parallel_size": "it replaces process groups for evaluation, which has not been tried",
     "ddp.use_megatron_fsdp": "the outer loop needs the main parameters of Megatron's distributed optimizer",
     "peft": "the outer state is laid out for all parameters of the model, and adapters have not been tried",
-    "inprocess_restart.enabled": "a restart inside the process begins at an iteration that the outer loop does not know of",
     "nvrx_straggler.enabled": "it gathers reports of all ranks between outer steps",
     "checkpoint.custom_manager_class": "what groups have of their own is stored by Megatron-Bridge's own functions, which "
     "another manager need not call",

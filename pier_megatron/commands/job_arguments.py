@@ -17,6 +17,10 @@ from pier_megatron.integration import refusals
 from pier_megatron.integration.arguments import unknown_words
 from pier_megatron.megatron_api.args import uses_pier
 
+FORK = ". If it is of a fork or of another release of Megatron, run doctor in that checkout"
+"""Remedy for a flag that nobody seems to know."""
+# Letters in common with a flag, as a share, from which on a word is that flag misspelt. Flags of forks have less in common.
+_LIKE = 0.9
 # Size of today's vocabularies.
 _ASSUMED_TOKENS = 128_000
 
@@ -48,7 +52,7 @@ def read(
             with findings.collecting():
                 refusals.refuse_what_cannot_work(args)
         return None
-    if not _is_valid(args, command, findings):
+    if not _is_valid(args, command, sources, findings):
         return None
     if args.vocab_size is None and (tokens := _tokens(args)):
         args.vocab_size = tokens
@@ -93,11 +97,17 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
     return bool(lacking)
 
 
-def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
+def _is_valid(args: argparse.Namespace, command: LaunchCommand, sources: ScriptSources, findings: Findings) -> bool:
     """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
     checks = Problems()
     with checks.collecting():
         planned_job.validate(args, command.ranks_per_node)
+    if not checks.found and sources.files_with(planned_job.CONFIGURATION):
+        with checks.collecting():
+            planned_job.configuration(args, command.ranks_per_node)
+    absent = list(filter(planned_job.needs_package, checks.found)) if planned_job.lacks_packages_here(args) else []
+    findings.warnings += [f"here: {each}" for each in absent]
+    checks.found = [each for each in checks.found if each not in absent]
     if args.use_checkpoint_args:
         findings.warnings += [
             f"{error} If the checkpoint in --load gives what is missing, the job starts: --use-checkpoint-args is not read here"
@@ -151,19 +161,22 @@ def look_at_unknown(
     stray = [] if flags and unknown[0].startswith("-") else unknown[:1]
     for word in stray:
         findings.errors.append(f"{word}: belongs to no flag, and Megatron would refuse it. Drop it, or name its flag.")
+    may_be_added = sources.may_add_unseen_flags()
     for flag in flags:
         quoted = [files[0] for quote in "\"'" if (files := sources.files_with(f"{quote}{flag}{quote}"))]
-        meant = nearest(flag, known)
+        meant = nearest(flag, known, _LIKE)
         if flag in before:
             findings.errors.append(f"{flag}: Megatron does not know it. Put it before the launch command of the job.")
         elif quoted:
             findings.notes.append(f"{flag}: not Megatron's; {quoted[0]} adds it")
-        elif meant or flag.startswith("--pier-"):
+        elif may_be_added and not flag.startswith("--pier-"):
             misspelt += meant
-            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{hint(meant) or '. Drop it.'}")
-        else:
             findings.warnings.append(
                 f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
-                "that imports: the job starts only if the script adds it in another way"
+                f"that imports: the job starts only if the script adds it in another way{hint(meant)}"
             )
+        else:
+            misspelt += meant
+            elsewhere = f"{FORK}, or drop it." if not meant else ""
+            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{hint(meant) or elsewhere}")
     return misspelt

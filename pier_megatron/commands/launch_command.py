@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pier_megatron import launcher
-from pier_megatron.commands.srun import Surroundings, expanded, surroundings, understood
+from pier_megatron.commands.srun import Surroundings, expanded, surroundings, through_script, understood
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import whole
@@ -57,24 +58,27 @@ class LaunchCommand:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "LaunchCommand":
-        """Reads ``[srun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or the same through python.
+        """Reads ``[srun|mpirun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or through python.
 
         Raises:
             PierConfigError: If it is no such command.
         """
-        flat = expanded(words)
-        own = next((place + 1 for place, word in enumerate(flat) if _is_launcher(word)), None)
-        if own is not None:
-            return cls._by_torchrun(flat[own:], surroundings(words, flat[: own - 1]))
-        own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
-        if own is None:
-            raise PierConfigError(
-                f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python. Give the launch command of "
-                "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
-                "--optimizer pier; in a batch script, write pier-megatron and its command in front of that line, and run the "
-                "script with bash."
-            )
-        return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
+        flat, unread = expanded(words), list[str]()
+        if not any(_is_launcher(word) or _is_python(word) for word in flat):
+            flat, unread = through_script(flat)
+        for kind, read in ((_is_launcher, cls._by_torchrun), (_is_python, cls._by_python)):
+            own = next((place + 1 for place, word in enumerate(flat) if kind(word)), None)
+            if own is not None:
+                return read(flat[own:], surroundings(words, flat[: own - 1]))
+        reason = f"; {' and '.join(unread)} cannot be read from {Path.cwd()}" if unread else ""
+        if "deepspeed" in map(os.path.basename, flat):
+            reason = "; deepspeed starts Megatron-DeepSpeed, a fork that Pier has no part in"
+        raise PierConfigError(
+            f"no torchrun in this command, and no python{reason}. Give the launch command of the job, such as torchrun "
+            "--nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier; in a batch script, write "
+            "pier-megatron and its command in front of that line, and run the script with bash, where the scripts in the line "
+            f"are. The command: {' '.join(words) or '(nothing)'}"
+        )
 
     @classmethod
     def _by_torchrun(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
@@ -112,10 +116,11 @@ class LaunchCommand:
         if not rest or rest[0] == "-c":
             raise PierConfigError(f"python {' '.join(words)}: no training script after python.")
         script, arguments, has_plugin = _started(as_module, rest[0], rest[1:])
-        if around.is_step and (around.nodes is None or around.tasks_per_node is None):
+        if around.starter is not None and (around.nodes is None or around.tasks_per_node is None):
+            flags = "--nodes and --ntasks-per-node" if around.starter == "srun" else "-np and --npernode"
             raise PierConfigError(
-                "srun: the number of nodes or tasks cannot be seen from here. Add --nodes and --ntasks-per-node, or call "
-                "pier-megatron inside the allocation."
+                f"{around.starter}: the number of nodes or tasks cannot be seen from here. Add {flags}, or call pier-megatron "
+                "inside the allocation."
             )
         nodes, ranks = around.nodes or 1, around.tasks_per_node or 1
         is_module = as_module and not has_plugin
@@ -153,6 +158,10 @@ def _count(flag: str, given: str, number: str, what: str) -> int:
         return int(whole(1)(number))
     except argparse.ArgumentTypeError as error:
         raise PierConfigError(f"{flag} {given}: give {what}. {error}.") from None
+
+
+def _is_python(word: str) -> bool:
+    return _PYTHON.fullmatch(Path(word).name) is not None
 
 
 def _is_launcher(word: str) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import linecache
 import os
@@ -23,6 +24,7 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
 from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.inner.requirements import scaled
+from pier_megatron.integration.refusals import check_experts, refuse_division_by_none
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
@@ -31,6 +33,9 @@ from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.settings import settings_of
 
 _ARGUMENTS = "megatron.training.arguments"
+
+CONFIGURATION = "core_transformer_config_from_args"
+"""Function of Megatron's that makes a model's configuration of arguments."""
 
 # What tokenizers cannot be built without.
 _NEEDED_BY_TOKENIZER = {
@@ -55,7 +60,7 @@ def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> ar
     if not torch.cuda.is_available():
         emulation.install()
     register()
-    with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
+    with as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
         args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
     return args
 
@@ -66,7 +71,7 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
     Raises:
         PierConfigError: If one of them refuses the arguments.
     """
-    with _as_rank_0(args.world_size, ranks_per_node):
+    with as_rank_0(args.world_size, ranks_per_node):
         versions.require(_ARGUMENTS, "validate_args")(args)
         if args.train_samples is not None:
             # Batch sizes may change on the way.
@@ -74,6 +79,31 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
                 settle_iterations(args)
         elif args.train_iters is None:
             raise PierConfigError("the job says neither --train-iters nor --train-samples.")
+        refuse_division_by_none(args)
+        if args.num_experts is not None:
+            check_experts(args, args.pier_groups // settings_of(args).launches if args.pier else 1)
+
+
+def lacks_packages_here(args: argparse.Namespace) -> bool:
+    """Whether this machine, which has no GPU, lacks Transformer Engine, which the job may find where it will run."""
+    is_elsewhere = emulation.is_installed() and args.distributed_backend == "nccl"
+    return is_elsewhere and importlib.util.find_spec("transformer_engine") is None
+
+
+def needs_package(message: str) -> bool:
+    """Whether Megatron refuses something for want of a package."""
+    return re.search(r"\bTE\b|(?i:transformer.?engine|apex|not available|pip install)", message) is not None
+
+
+def configuration(args: argparse.Namespace, ranks_per_node: int) -> object:
+    """Builds the model's configuration from validated arguments, by Megatron's own function.
+
+    Raises:
+        PierConfigError: If Megatron refuses it.
+    """
+    with as_rank_0(args.world_size, ranks_per_node):
+        made: object = versions.require(_ARGUMENTS, CONFIGURATION)(args)
+    return made
 
 
 @contextlib.contextmanager
@@ -88,7 +118,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
+def as_rank_0(ranks: int, ranks_per_node: int, where: str = "Megatron refuses the arguments") -> Iterator[None]:
     """Inside, the environment is that of a job's rank 0, refusals become errors, and what Megatron prints is kept back."""
     environment = {
         "RANK": "0",
@@ -107,7 +137,7 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
             # Below the usage.
             raise PierConfigError(*output.getvalue().strip().rpartition(": error: ")[2].splitlines()) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
-            raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
+            raise PierConfigError(f"{where}: {str(error).strip() or _failed_check(error)}") from error
 
 
 def _failed_check(error: Exception) -> str:

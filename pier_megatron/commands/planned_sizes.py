@@ -39,7 +39,7 @@ def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int]:
     """
     if (unknown := why_unknown(args)) is not None:
         raise PierConfigError(f"{unknown}.")
-    sized = _with_vocabulary(args)
+    sized = with_vocabulary(args)
     tensor, stages = sized.tensor_model_parallel_size, sized.pipeline_model_parallel_size
     hidden, norm = sized.hidden_size, 1 if sized.normalization == "RMSNorm" else 2
     embedding = sized.padded_vocab_size * hidden // tensor
@@ -84,7 +84,7 @@ def experts_of_first_shard(args: argparse.Namespace) -> int:
 
     Before Megatron 0.18 none: its estimate does not divide them.
     """
-    sized = _with_vocabulary(args)
+    sized = with_vocabulary(args)
     fewer = _with(sized, expert_model_parallel_size=2 * sized.expert_model_parallel_size)
     # What is theirs halves with twice the ranks.
     return round(
@@ -140,14 +140,14 @@ def device_type(args: argparse.Namespace) -> str:
 def parameters_of_model(args: argparse.Namespace) -> int:
     """Parameters of a validated job's whole model."""
     alone = {f"{what}_parallel_size": 1 for what in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")}
-    return sum(parameters_of_first_shard(_with(_with_vocabulary(args), world_size=1, **alone)))
+    return sum(parameters_of_first_shard(_with(with_vocabulary(args), world_size=1, **alone)))
 
 
 def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | changes)
 
 
-def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace:
+def with_vocabulary(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments as they are once the tokenizer is built."""
     if getattr(args, "padded_vocab_size", None) is not None:
         return args
@@ -162,7 +162,7 @@ def operations(args: argparse.Namespace, samples: float | None = None) -> float:
     if samples is None:
         samples = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
     count = versions.require("megatron.training.training", "num_floating_point_operations")
-    return float(count(_with_vocabulary(args), samples))
+    return float(count(with_vocabulary(args), samples))
 
 
 def gathered_bytes(args: argparse.Namespace) -> float:
@@ -178,7 +178,7 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
 
     Quantised parameters count as BF16 ones: on most GPUs codes for the forward and for the backward pass take as much.
     """
-    sized = _with_vocabulary(args)
+    sized = with_vocabulary(args)
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
     replicas = args.data_parallel_size // (args.pier_groups or 1)
     of_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size

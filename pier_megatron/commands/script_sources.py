@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -48,9 +50,38 @@ class ScriptSources:
                         pending += [file] if _is_of_the_user(parts[0], file) else []
         return cls(script, texts)
 
+    def may_add_unseen_flags(self) -> bool:
+        """Whether a flag that stands in no text may still be the script's: by a name that is computed, or from elsewhere."""
+        own = {file: text for file, text in self.texts.items() if _can_add(file)}
+        literal, others = set[bool](), False
+        for text in own.values():
+            literal |= set(map(_names_its_flag, _calls_of(text, "add_argument")))
+            others = others or "extra_args_provider" in text
+        return self.script is None or False in literal or (others and not literal)
+
     def files_with(self, *words: str) -> list[Path]:
         """Files that contain all of the words."""
         return [file for file, text in self.texts.items() if all(word in text for word in words)]
+
+
+def _can_add(file: Path) -> bool:
+    """Whether flags in a file may be the script's own: those of Megatron's parser are known."""
+    is_installed = "site-packages" in file.parts or file.is_relative_to(sysconfig.get_path("stdlib"))
+    return not is_installed and not re.search(r"megatron/(core|training)/", file.as_posix())
+
+
+def _calls_of(text: str, method: str) -> list[ast.Call]:
+    """Calls of a method in a file."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]
+
+
+def _names_its_flag(call: ast.Call) -> bool:
+    return bool(call.args) and all(isinstance(word, ast.Constant) for word in call.args)
 
 
 def _imported(text: str) -> Iterator[tuple[int, str]]:

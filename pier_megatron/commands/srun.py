@@ -1,4 +1,4 @@
-"""Reads the part of a launch command that a scheduler or a shell interprets: ``srun``, ``env`` and ``bash -c``."""
+"""Reads the part of a launch command that a scheduler or a shell interprets: ``srun``, ``mpirun``, ``env``, ``bash -c``."""
 
 import argparse
 import contextlib
@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pier_megatron.commands import mpirun
 from pier_megatron.errors import PierConfigError, division
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -32,15 +33,15 @@ class Surroundings:
     """What stands around the launcher or the Python of a job.
 
     Attributes:
-        is_step: Whether srun starts it.
-        nodes: Number of nodes; None if neither srun nor the environment says it.
-        tasks_per_node: Processes that srun starts on each; None likewise.
+        starter: Program that starts the processes of all nodes, such as srun or mpirun; None without one.
+        nodes: Number of nodes; None if neither the starter nor the environment says it.
+        tasks_per_node: Processes that the starter starts on each; None likewise.
         variables: Environment variables with the same value in all processes.
         wrapper: Text of the shell commands or the script that starts the job in each process, as far as it can be read.
         unread: Name of a program in between that cannot be read; None without one.
     """
 
-    is_step: bool = False
+    starter: str | None = None
     nodes: int | None = None
     tasks_per_node: int | None = None
     variables: frozenset[str] = frozenset()
@@ -70,21 +71,57 @@ def understood[R](parse: Callable[[list[str]], R], words: Sequence[str]) -> R:
 def expanded(words: Sequence[str]) -> list[str]:
     """Words of a command as the first process of a step sees them; TEXT of ``bash -c TEXT`` is split into its words."""
     place = _place_of_text(words)
-    if place is None:
-        return list(words)
+    return list(words) if place is None else [*words[: place[0]], *_split(words[place[1]], words[place[0] : place[1] + 1])]
+
+
+def through_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Continues a command where a shell script among its words hands the rest of them on, as ``"$@"``.
+
+    Returns:
+        The words up to the script and those that it starts, as they were if no script can be read; and the names of scripts
+        that cannot.
+    """
+    unread = []
+    for place, word in enumerate(words):
+        program = _program(word)
+        text = "" if program is None else Path(program).read_bytes().decode(errors="replace").replace("\\\n", " ")
+        for line in reversed(text.splitlines()):
+            if "\0" not in text and re.search(r"\$[@*]", line) and re.search(r"\b(python[\d.]*|torchrun)\b", line):
+                here = re.sub(r"\"?\$\{?[@*]\}?\"?", "\0", line)
+                split = _split(here, [word])
+                rest = words[place + 1 :]
+                return [*words[: place + 1], *(each for found in split for each in (rest if found == "\0" else [found]))], []
+        unread += [word] if program is None and word.endswith((".sh", ".bash")) else []
+    return list(words), unread
+
+
+def _program(word: str) -> str | None:
+    """File of a program; a shell may be given one that nobody may execute."""
+    return shutil.which(word) or (word if Path(word).is_file() else None)
+
+
+def _split(text: str, where: Sequence[str]) -> list[str]:
     first = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
-    text = string.Template(words[place]).safe_substitute(first | dict(os.environ))
     try:
         # A shell takes a backslash and the end of its line for nothing.
-        return [*words[: place - 2], *shlex.split(text.replace("\\\n", "").replace(";", " ; "))]
+        known = string.Template(text).safe_substitute(first | dict(os.environ))
+        return shlex.split(known.replace("\\\n", "").replace(";", " ; "))
     except ValueError as error:
-        raise PierConfigError(f"{' '.join(words[place - 2 : place + 1])}: {error}.") from None
+        raise PierConfigError(f"{error}, in {' '.join(where)}.") from None
 
 
-def _place_of_text(words: Sequence[str]) -> int | None:
-    """Which word is the TEXT of ``bash -c TEXT``."""
-    shells = (place for place, word in enumerate(words) if Path(word).name in _SHELLS)
-    return next((place + 2 for place in shells if words[place + 2 :] and re.fullmatch(r"-\w*c", words[place + 1])), None)
+def _place_of_text(words: Sequence[str]) -> tuple[int, int] | None:
+    """Which word is the shell of ``bash -c TEXT``, with more options or not, and which is the TEXT."""
+    for place, word in enumerate(words):
+        if Path(word).name in _SHELLS:
+            text, has_text = place + 1, False
+            while text < len(words) and re.fullmatch(r"[-+]\w+|--[a-z]+", words[text]):
+                has_text = has_text or bool(re.fullmatch(r"-\w*c\w*", words[text]))
+                # As in -o pipefail.
+                text += 2 if re.fullmatch(r"[-+]\w*o", words[text]) else 1
+            if has_text and text < len(words):
+                return place, text
+    return None
 
 
 def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
@@ -97,11 +134,15 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     Raises:
         PierConfigError: If srun would start different numbers of processes on its nodes.
     """
-    start = next((place + 1 for place, word in enumerate(before) if Path(word).name == "srun"), None)
+    starters = ("srun", *mpirun.PROGRAMS)
+    start = next((place + 1 for place, word in enumerate(before) if Path(word).name in starters), None)
     variables = {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}
     if start is None:
         return Surroundings(variables=frozenset(variables | os.environ.keys()))
-    end = start
+    starter, end = Path(before[start - 1]).name, start
+    if starter in mpirun.PROGRAMS:
+        variables |= mpirun.exported(before[start:]) | os.environ.keys()
+        return Surroundings(starter, *mpirun.size(before[start:]), frozenset(variables), *_wrapping(words, before[start:]))
     # Options of what srun starts may have the same names.
     while end < len(before) and (word := before[end]).startswith("-"):
         is_joined = "=" in word or (len(word) > 2 and not word.startswith("--"))
@@ -110,16 +151,21 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     # srun passes all variables on, unless --export names some.
     exported = options.export.split(",")
     variables |= {name.partition("=")[0] for name in exported} | (os.environ.keys() if "ALL" in exported else set())
+    return Surroundings(starter, *_size(options), frozenset(variables), *_wrapping(words, before[end:]))
+
+
+def _wrapping(words: Sequence[str], between: Sequence[str]) -> tuple[str, str | None]:
+    """Text of what stands between the starter and the launcher, and the name of a program there that cannot be read."""
     place, unread = _place_of_text(words), None
-    wrapper = "" if place is None else words[place]
-    for word in before[end:]:
-        program = None if _TRANSPARENT.fullmatch(Path(word).name) else shutil.which(word)
+    wrapper = "" if place is None else words[place[1]]
+    for word in between:
+        program = None if _TRANSPARENT.fullmatch(Path(word).name) else _program(word)
         text = Path(program).read_bytes() if program else b""
         if b"\0" in text:
             unread = word
         else:
             wrapper += text.decode(errors="replace")
-    return Surroundings(True, *_size(options), frozenset(variables), wrapper, unread)
+    return wrapper, unread
 
 
 def _options() -> argparse.ArgumentParser:

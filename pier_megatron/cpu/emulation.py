@@ -206,6 +206,11 @@ def install() -> None:
     communicators.install()
 
 
+def is_installed() -> bool:
+    """Whether ``torch.cuda`` denotes the CPU in this process."""
+    return install.cache_info().currsize > 0
+
+
 def _keeping_random_state[**P](function: Callable[P, None]) -> Callable[P, None]:
     """Undoes what a function does to the random state: a data loader draws a seed for its workers when it starts."""
 

@@ -20,6 +20,12 @@ _CPU_FLAGS: tuple[tuple[str, ...], ...] = (
     ("--no-gradient-accumulation-fusion",),
 )
 
+LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion"
+)
+"""Flags with which Megatron does without Transformer Engine and Apex, on GPUs too."""
+
 
 def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
     """Flags with their values that Megatron needs on the CPU and that a script's arguments do not name yet."""
@@ -29,5 +35,11 @@ def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
 
 def silence_missing_extensions() -> None:
     """Keeps every module of every rank from warning that GPU extensions are missing: on a CPU they always are."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    for message in (
+        "Transformer Engine and Apex are not",
+        "Apex is not installed",
+        "Only transformer-engine",
+        "invalid escape",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)

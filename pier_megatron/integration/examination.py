@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -16,11 +16,16 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, own_world
-from pier_megatron.integration.census import CollectiveCensus, table
+from pier_megatron.integration.census import Collective, CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job of their examination."""
+
+CROSSING = "cross the groups, and no outer step is under way"
+"""What the last rank-0 line says of an iteration in which something crosses that should not."""
+
+_WITHOUT_STEP = ("between outer steps", "before the first outer step, since when every iteration has (part of) one")
 
 # What would reach beyond the iterations that are looked at, as arguments of Megatron's in any release.
 _CONFINED: Mapping[str, object] = {
@@ -79,33 +84,41 @@ def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kw
     optimizer = current.pier_optimizer()
     if optimizer is None:
         # All ranks are one group, and all iterations alike.
-        group, examined, place = 0, _first(versions.megatron_args().train_iters), "of a stock optimizer"
+        examined, place = _first(versions.megatron_args().train_iters), "of a stock optimizer"
     else:
-        group, (examined, place) = optimizer.loop.exchange.rank, examined_iteration(optimizer.loop.config)
+        examined, place = examined_iteration(optimizer.loop.config)
     look.begun += 1
     if look.begun == examined:
         look.looking.enter_context(look.census)
         look.told = [feature.look() for feature in features.used(versions.megatron_args())]
     elif look.begun == examined + 1:
         look.looking.close()
-        group_of = [0] * dist.get_world_size()
-        dist.all_gather_object(group_of, group)
+        launch = own_world.launch()
+        group_of = {rank: rank // launch.ranks_of_group for rank in range(launch.size)}
+        # A loss is reduced on the last pipeline stage alone.
+        crossing: list[list[Collective]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(crossing, look.census.crossing(group_of))
         if dist.get_rank() == 0:
-            print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
+            of_all = {(found.name, found.ranks): found for of_rank in reversed(crossing) for found in of_rank}
+            own = {(found.name, found.ranks) for found in crossing[0]}
+            others = [found for key, found in of_all.items() if key not in own]
+            print("\n".join(_findings(f"iteration {examined}, {place}", crossing[0], others)), flush=True)
+            if of_all and place in _WITHOUT_STEP:
+                print(f"Pier doctor: {len(of_all)} kinds of collectives {CROSSING}", flush=True)
         sys.exit(0)
     return train_step(*args, **kwargs)
 
 
-def _findings(where: str, group_of: Sequence[int]) -> list[str]:
+def _findings(where: str, crossing: list[Collective], of_others: list[Collective]) -> list[str]:
     look = run.part(_Look)
-    crossing = look.census.crossing(dict(enumerate(group_of)))
     inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
         "Pier doctor: started from fresh weights, without a lazy start; nothing was loaded, saved or evaluated",
-        f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
+        f"Pier doctor: {where}, rank {own_world.launch().rank}: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
+        *(f"  on other ranks: {line.strip()}" for line in table(of_others)),
         *(f"Pier doctor: {line}" for tell in look.told for line in tell()),
     ]
 
@@ -122,8 +135,8 @@ def examined_iteration(config: PierConfig) -> tuple[int, str]:
     if not quiet:
         return first, "with (part of) an outer step, as every iteration of this job"
     if quiet[-1] <= config.sync_interval < kinds[-1]:
-        return quiet[0], "before the first outer step, since when every iteration has (part of) one"
-    return quiet[0], "between outer steps"
+        return quiet[0], _WITHOUT_STEP[1]
+    return quiet[0], _WITHOUT_STEP[0]
 
 
 def _first(iterations: int) -> int:

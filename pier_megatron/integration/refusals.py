@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.integration.inner.requirements import MOMENTS, keeps_halves, keeps_main_parameters, scaled
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
@@ -19,6 +19,8 @@ _REFUSED = {
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
+    "inprocess_restart": "a restart inside the process keeps process groups of Pier's that are dead, and an iteration that the "
+    "outer loop does not know of; let torchrun restart the job (--max-restarts)",
     "data_parallel_random_init": "groups must start from identical weights",
 }
 # Flags that shard weights, by the sizes that Megatron derives from them.
@@ -61,6 +63,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         (
             kind == "local",
             "--non-persistent-ckpt-type local: local checkpoints do not say what run they are of. Use global",
+        ),
+        (
+            getattr(args, "dist_ckpt_strictness", None) == "raise_all",
+            "--dist-ckpt-strictness raise_all: a checkpoint holds more than a run asks for, such as what stock Megatron reads "
+            "and the inner state of other groups, and Megatron would refuse to load it. Use raise_unexpected",
         ),
         (
             form not in (None, "torch_dist"),
@@ -152,9 +159,10 @@ def refuse_division_by_none(args: argparse.Namespace) -> None:
         PierConfigError: With the remedy.
     """
     if not args.eval_interval and not (args.skip_train or args.full_validation):
+        advice = " with a multiple of --pier-sync-interval" if args.pier else ", such as the length of the run"
         raise PierConfigError(
             f"--eval-interval: {'not given' if args.eval_interval is None else 0}. Megatron divides --train-iters by it when "
-            "it builds the data sets, also with --eval-iters 0. Add --eval-interval with a multiple of --pier-sync-interval."
+            f"it builds the data sets, also with --eval-iters 0. Add --eval-interval{advice}."
         )
 
 
@@ -170,7 +178,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     if args.num_experts is not None or args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
         with problems.collecting():
             # The world of an elastic island is one group. Megatron divides it so without experts, too.
-            _check_expert_data_parallel_size(args, config.groups // config.launches)
+            check_experts(args, config.groups // config.launches)
     remedy, meetings = ", or use --pier-save-inner-state all", []
     if first:
         meetings = [
@@ -216,6 +224,11 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             "--ckpt-format torch_dist",
         ),
     )
+    if (project := getattr(args, "wandb_project", None)) and importlib.util.find_spec("wandb") is None:
+        found.append(
+            f"--wandb-project {project}: the package wandb is not installed, and Megatron's last rank would end without it. "
+            "Install it (pip install wandb), or drop the flag."
+        )
     if config.groups > 1:
         clipped = "Megatron clips after its optimizer's step, so that groups differ where an outer step has just united them"
         found += _met("several groups", (getattr(args, "qk_clip", False), f"--qk-clip: {clipped}. Drop it"))
@@ -277,10 +290,23 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
         )
 
 
-def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:
+def check_experts(args: argparse.Namespace, groups: int) -> None:
+    """Checks that groups of ranks have whole replicas of the experts; of validated arguments.
+
+    Raises:
+        PierConfigError: With the arithmetic.
+    """
     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
     pipeline = args.pipeline_model_parallel_size
-    replicas = args.world_size // (tensor * expert * pipeline)
+    of_replica = tensor * expert * pipeline
+    replicas, rest = divmod(args.world_size, of_replica)
+    if rest:
+        raise PierConfigError(
+            f"--expert-model-parallel-size {expert}: the experts of one model replica take ETP {tensor} x EP {expert} x PP "
+            f"{pipeline} = {of_replica} ranks, and the world size {args.world_size} is no multiple of it "
+            f"({division(args.world_size, of_replica)}). Start {of_replica} ranks or a multiple, or lower "
+            "--expert-model-parallel-size or --expert-tensor-parallel-size."
+        )
     if replicas % groups:
         raise PierConfigError(
             f"--pier-groups {groups} does not divide the expert-data-parallel size {replicas} (world size "

@@ -266,6 +266,11 @@ with temporary_distributed_context(backend="gloo"):
 loop = BridgeLoop(llama_tiny(), pier=True)
 assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
 assert loop.in_own_words("with --override-opt_param-scheduler") == "with config.scheduler.override_opt_param_scheduler"
+# What has a flag is refused by the table of flags.
+for part in (None, types.SimpleNamespace(enabled=False), types.SimpleNamespace(enabled=True)):
+    loop.config.inprocess_restart = part
+    assert bool(loop.arguments().inprocess_restart) is bool(part and part.enabled)
+assert loop.in_own_words("--inprocess-restart cannot") == "config.inprocess_restart.enabled cannot"
 assert copy.copy(loop.arguments()).pier_sync_interval == 5
 for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
     checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)

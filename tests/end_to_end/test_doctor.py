@@ -15,6 +15,7 @@ from launch import MODEL, REPOSITORY, data, execute, torchrun, user_job
 from one_process import Said, pier_megatron
 
 from pier_megatron.commands.plan.cluster import CLUSTERS
+from pier_megatron.cpu.preparations import LOCAL
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +26,7 @@ _JOB = (
     "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
     "--global-batch-size 512 --train-iters 100000 --eval-interval 1000 --lr 6e-4 --bf16 "
     "--tensor-model-parallel-size 2 --vocab-size 50257 "
-    "--mock-data --optimizer pier "
+    f"{LOCAL} --mock-data --optimizer pier "
 )
 
 
@@ -203,7 +204,7 @@ def test_job_that_would_fail(job: str) -> None:
     assert verdict == "will not start"
 
 
-def test_plan_reports_everything_that_is_wrong_with_a_job() -> None:
+def test_plan_reports_everything_that_is_wrong_with_a_job(tmp_path: Path) -> None:
     status, out, error = plan(_WRONG)
     assert (status, out) == (2, "")
     for message in (
@@ -218,8 +219,11 @@ def test_plan_reports_everything_that_is_wrong_with_a_job() -> None:
     assert (status, out) == (2, "")
     assert "--optimizer pier: none.py is started without -m pier_megatron, and cannot be read" in error
     # A warning is the first thing that is assumed.
+    script = tmp_path / "computing.py"
+    script.write_text("parser.add_argument(f'--{name}')\n")
+    job = _JOB.replace("pier_megatron/commands/demo/pretrain_bytes.py", str(script))
     assert " assumed: --own: Megatron does not know it, and it is not in the text of" in " ".join(
-        plan(_JOB + "--own 1").out.split()
+        plan(job + "--own 1").out.split()
     )
 
 
@@ -343,6 +347,40 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert "validation loss" not in log
     assert "iteration        4/" not in log
     assert re.fullmatch(r"OK|\d+ warnings?", log.splitlines()[-1]), log
+
+
+_REDUCES = """
+import torch.distributed as dist
+from megatron.core import parallel_state
+from pier_megatron.commands.demo import pretrain_bytes
+
+loss_of = pretrain_bytes._loss
+
+def reduced(mask, losses):
+    loss, tokens, said = loss_of(mask, losses)
+    dist.all_reduce(said["lm loss"], group=parallel_state.get_data_parallel_group())
+    return loss, tokens, said
+
+pretrain_bytes._loss = reduced
+pretrain_bytes.main()
+"""
+
+
+def test_started_job_whose_loss_crosses_the_groups_is_refused(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    (tmp_path / "reduces.py").write_text(_REDUCES)
+    # On the last stage alone.
+    training = (
+        "--global-batch-size 8 --bf16 --eval-interval 2 --train-iters 100 --pipeline-model-parallel-size 2 --optimizer pier "
+        "--pier-groups 2 --pier-sync-interval 4"
+    )
+    started = user_job(torchrun(4), *MODEL, *data(corpus), *training.split())
+    place = next(place for place, word in enumerate(started) if word.endswith("pretrain_bytes.py"))
+    started[place] = str(tmp_path / "reduces.py")
+    ended = subprocess.run([*_DOCTOR, "--start", *started], cwd=REPOSITORY, capture_output=True, text=True)
+    assert "rank 0: " in ended.stdout, ended.stderr
+    assert re.search(r"on other ranks: +\d+ x allreduce_ .* over ranks 2, 3", ended.stdout), ended.stdout
+    assert "ERROR: --start: what is listed above reduces over ranks of several groups" in ended.stdout
+    assert (ended.stdout.splitlines()[-1], ended.returncode) == ("will not start", 1)
 
 
 def test_a_checkpoint_has_as_many_parameters_in_every_layout(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from launch import MODEL, REPOSITORY, Run, launch, torchrun, user_job
 from one_process import pier_megatron
 
+from pier_megatron.cpu.preparations import LOCAL
 from pier_megatron.megatron_api import versions
 from pier_megatron.version import __version__
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 _MODEL = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 4 --global-batch-size 512 --train-iters 100000 --eval-interval 1000 --lr 6e-4 --bf16 "
-    "--vocab-size 50257 --optimizer pier"
+    f"--vocab-size 50257 {LOCAL} --optimizer pier"
 )
 _TORCHRUN = "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first"
 # FOLDER is where the files of the test are.
@@ -27,8 +28,19 @@ _PLUGIN = f"{_TORCHRUN} -m pier_megatron FOLDER/pretrain.py {_MODEL}"
 _JOB = f"{_PLUGIN} --mock-data"
 _UNDER_SRUN = f"-m pier_megatron FOLDER/pretrain.py {_MODEL} --mock-data"
 _EXPORTS = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=4"
+_BUILDING = _JOB.replace("pretrain.py", "building.py")
 _STOCK = f"{_TORCHRUN} FOLDER/pretrain.py {_MODEL} --mock-data".replace("--optimizer pier", "--optimizer adam")
 
+# As in a checkout of Megatron-LM, without Transformer Engine.
+_BUILDER = """
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.training.arguments import core_transformer_config_from_args
+
+def gpt_builder(args, first, last, vp_stage=None, config=None):
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    return GPTModel(config, spec, args.padded_vocab_size, args.max_position_embeddings, first, last, vp_stage=vp_stage)
+"""
 _MEGATRON = versions.megatron_version().partition("+")[0]
 _TROUBLES = ("WARNING", "ERROR")
 
@@ -113,7 +125,15 @@ _CASES: dict[str, tuple[str, ...]] = {
         "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
     ),
     "script's own": (f"{_JOB} --house-flag 2", "--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
-    "nobody's": (f"{_JOB} --elsewhere 2", "WARNING: --elsewhere: Megatron does"),
+    "nobody's": (
+        f"{_JOB} --elsewhere 2",
+        "ERROR: --elsewhere: Megatron does",
+        "or of another release of Megatron, run doctor in",
+    ),
+    "nobody's, unless computed": (
+        f"{_JOB} --elsewhere 2".replace("pretrain.py", "computing.py"),
+        "WARNING: --elsewhere: Megatron does not know it, and it is not in the text of FOLDER/computing.py",
+    ),
     "misspelt and missing": (
         _JOB.replace("--hidden-size", "--hiden-size"),
         "ERROR: --hiden-size: Megatron does not know it, and no script adds it. Did you mean --hidden-size?",
@@ -155,6 +175,39 @@ _CASES: dict[str, tuple[str, ...]] = {
         f"{_JOB} --save FOLDER/new",
         "ERROR: Megatron refuses the arguments: its check 'assert args.save_interval is not None' (arguments.py, line",
         "fails: --save-interval is None. Give --save-interval.",
+    ),
+    # What Megatron says when it builds the model.
+    "configuration": (
+        f"{_BUILDING} --swiglu --quick-geglu",
+        "ERROR: Megatron refuses the arguments: its check 'assert not args.swiglu'",
+    ),
+    "model": (
+        f"{_BUILDING.replace('FOLDER/building', '--device cpu FOLDER/building')} --multi-latent-attention",
+        "ERROR: Megatron cannot build the model: ",
+    ),
+    "model that may have what it needs elsewhere": (
+        f"{_BUILDING.replace('--no-persist-layer-norm', '')}",
+        "WARNING: here: Megatron cannot build the model: persist_layer_norm",
+    ),
+    "no Transformer Engine": (
+        _BUILDING.replace(LOCAL, ""),
+        "WARNING: here: --transformer-impl transformer_engine, the default: Transformer Engine is not installed",
+        LOCAL,
+    ),
+    "no Transformer Engine on the CPU": (
+        _BUILDING.replace(LOCAL, "--transformer-impl transformer_engine").replace(
+            "FOLDER/building", "--device cpu FOLDER/building"
+        ),
+        "ERROR: --transformer-impl transformer_engine",
+    ),
+    "experts on too few ranks": (
+        f"{_BUILDING} --num-experts 64 --expert-model-parallel-size 64 --disable-bias-linear",
+        "ERROR: --expert-model-parallel-size 64: the experts of one model replica take ETP 1 x EP 64 x PP 1 = 64 ranks, and",
+        "the world size 16 is no multiple of it (16 = 0 x 64 + 16). Start 64",
+    ),
+    "experts on too few ranks, stock": (
+        f"{_STOCK} --num-experts 64 --expert-model-parallel-size 64",
+        "ERROR: --expert-model-parallel-size 64: the experts",
     ),
     "not Pier": (_STOCK, "WARNING: --optimizer adam: the job does not use Pier"),
     # Data.
@@ -239,6 +292,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     added = [line[1:] for line in patch.splitlines() if re.match(r"\+(?!\+)", line)]
     files = {
         "pretrain.py": "from megatron.training import pretrain\nparser.add_argument('--house-flag')\n",
+        "computing.py": "for name in names:\n    parser.add_argument(f'--{name}')\n",
+        "building.py": "from gpt_builders import gpt_builder\n",
+        "gpt_builders.py": _BUILDER,
         "own.py": registers,
         "indirect.py": "import own\n",
         "checkout/pretrain_gpt.py": "from megatron.training import pretrain\n",

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import check_prose
+import numpy as np
 import pytest
 import write_reference
+from PIL import Image
 
 import pier_megatron
 from pier_megatron import outer, reference, schedules
@@ -26,6 +28,23 @@ _DOCS = _REPOSITORY / "docs"
 def test_generated_parts_are_what_the_code_says() -> None:
     stale = write_reference.stale(write=False)
     assert not stale, f"Run: .venv/bin/python tools/write_reference.py, and commit {', '.join(stale)}."
+
+
+def test_picture_of_the_demo_can_be_read_on_white_and_on_black() -> None:
+    with Image.open(_DOCS / "demo.png") as image:
+        pixels = np.asarray(image.convert("RGBA")).reshape(-1, 4)
+    opaque = pixels[pixels[:, 3] == 255][:, :3] / 255
+    assert 0 < len(opaque) < len(pixels) / 5
+    # Contrast by the Web Content Accessibility Guidelines; the dark page is GitHub's.
+    for page in ((255, 255, 255), (13, 17, 23)):
+        [own], others = luminance(np.array([page]) / 255), luminance(opaque)
+        contrast = (np.maximum(others, own) + 0.05) / (np.minimum(others, own) + 0.05)
+        assert contrast.min() >= 3, page
+
+
+def luminance(colors: np.ndarray) -> np.ndarray:
+    linear = np.where(colors <= 0.04045, colors / 12.92, ((colors + 0.055) / 1.055) ** 2.4)
+    return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def literal(path: str, name: str) -> int:

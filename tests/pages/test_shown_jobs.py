@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,8 +77,44 @@ def shown() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return whole, {name: job for name, job in named.items() if name not in whole}
 
 
+_DOCTOR = """
+import contextlib, io, json, shlex, sys
+from pier_megatron import cli
+
+said = []
+for line in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        cli.main(["doctor", *shlex.split(line)])
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
+
+
+def test_jobs_start_as_they_stand_with_what_pip_installs() -> None:
+    """On the CPU other layers train in any case; what a GPU would find is what doctor says."""
+    whole = [
+        command.removeprefix("pier-megatron doctor ").replace("pretrain_gpt.py", str(_SCRIPT))
+        for page, command in _COMMANDS
+        if page in ("README.md", "quickstart.md") and "--num-layers" in command and "--optimizer pier" in command
+    ]
+    description = re.findall(r"```yaml\n(script:.*?)```", (REPOSITORY / "docs" / "experts.md").read_text(), re.DOTALL)[0]
+    arguments = " ".join(re.findall(r"arguments: >.*?\n(.*?)\nsizes:", description, re.DOTALL)[0].split())
+    expert = f"torchrun --nproc-per-node 4 {_SCRIPT} {arguments} --train-iters 400 --mock-data --optimizer adam"
+    lines = [*whole, expert, expert.replace("--eval-interval 100", "")]
+    command = [sys.executable, "-c", _DOCTOR, json.dumps(lines)]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    *said, of_expert, without = json.loads(ran.stdout)
+    assert len(said) == 2
+    assert all(each.endswith("\nOK\n") for each in said), said
+    assert "the job does not use Pier" in of_expert
+    assert of_expert.endswith("\n1 warning\n"), of_expert
+    assert "ERROR: --eval-interval: not given" in without
+
+
 def check(name: str, log: str) -> None:
     assert "validation loss at iteration 4" in log, name
+    # What is never there on the CPU is no news for each module of each rank.
+    assert "Falling back to Torch Norm" not in log, name
     assert re.search(r"outer step after iteration +4 ", log), name
 
 

@@ -46,6 +46,13 @@ def test_same_run_goes_on_exactly() -> None:
     assert not described().has_layout_of(other)
 
 
+def test_a_longer_run_is_told_the_whole_line() -> None:
+    with pytest.raises(
+        PierConfigError, match=r"--train-iters 1000 is now 2000.* --pier-override-checkpoint with --override-opt"
+    ):
+        described().check(described(train_iters=2000), accepts_changes=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -72,6 +72,41 @@ def test_python_alone_starts_one_process(words: str, script: str, is_module: boo
     assert (command.script, command.is_module) == (script, is_module)
 
 
+_RUN = "python train.py --lr 1e-3"
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (["srun", "-N2", "--ntasks-per-node=4", "bash", "-x", "-c", _RUN], ("srun", 2, 4)),
+        (["srun", "-N2", "-n8", "bash", "-l", "-euo", "pipefail", "-c", _RUN], ("srun", 2, 4)),
+        (
+            f"srun -N2 -n8 singularity exec -B /data image.sif ./launch.sh {_RUN.removeprefix('python ')}".split(),
+            ("srun", 2, 4),
+        ),
+        (f"mpirun -np 32 {_RUN}".split(), ("mpirun", 1, 32)),
+        (f"mpirun -np 32 --map-by ppr:8:node -x RANK {_RUN}".split(), ("mpirun", 4, 8)),
+        (f"mpiexec -n 8 -ppn 4 -genv A 1 {_RUN}".split(), ("mpiexec", 2, 4)),
+        (f"mpirun -np 8 -H first:4,second:4 {_RUN}".split(), ("mpirun", 2, 4)),
+        (f"mpirun -n 12 --hostfile hosts {_RUN}".split(), ("mpirun", 3, 4)),
+        (f"aprun -n 8 -N 4 ./launch.sh {_RUN.removeprefix('python ')}".split(), ("aprun", 2, 4)),
+    ],
+)
+def test_lines_of_clusters(
+    words: list[str], step: tuple[str, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "launch.sh").write_text('#!/bin/bash\nexport RANK=$SLURM_PROCID\nexec python3 -u \\\n  "$@"\n')
+    (tmp_path / "hosts").write_text("# nodes\na slots=4\nb slots=4\nc slots=4\n")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PBS_"))]:
+        monkeypatch.delenv(name)
+    command = LaunchCommand.parse(words)
+    assert (command.surroundings.starter, command.nodes, command.ranks_per_node) == step
+    assert (command.script, command.arguments) == ("train.py", ("--lr", "1e-3"))
+    if "./launch.sh" in words:
+        assert command.surroundings.provides("RANK", differs=True)
+
+
 def test_options_in_the_text_of_a_shell_are_not_those_of_srun() -> None:
     text = "ulimit -n 65536; torchrun --nnodes 2 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py"
     command = LaunchCommand.parse(["srun", "-N", "2", "--ntasks-per-node", "1", "bash", "-c", text])
@@ -122,9 +157,14 @@ def test_path_with_an_equals_sign_is_one_word() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("mpirun pretrain_gpt.py", "no torchrun"),
+        ("mpirun pretrain_gpt.py", "^no torchrun"),
+        (
+            "srun -n 4 singularity exec x.sif ./launch.sh pretrain_gpt.py",
+            "^no torchrun .* no python; ./launch.sh cannot be read",
+        ),
+        ("mpirun -np 4 --hostfile none python pretrain_gpt.py", "^mpirun: the number of nodes .* --npernode"),
         ("srun --ntasks-per-node 8 python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
-        ("srun -N 4 bash -c 'python \"train.py'", '^bash -c python "train.py: No closing quotation'),
+        ("srun -N 4 bash -c 'python \"train.py'", "^No closing quotation, in bash -c"),
         ("python -c pass", "no training script"),
         ("srun --nodes 8 bash -c", "no torchrun in this command, and no python"),
         ("torchrun --nproc-per-node 1 -m pier_megatron -h", "-h asks for help"),

@@ -218,6 +218,13 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
     assert f"argument --{flag}: 0: must be a" in capsys.readouterr().err
 
 
+def test_rate_of_all_gpus_together_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--cluster", "vista", "--tflops", "100000")
+    assert "argument --tflops: 100000: must be a number in (0, 20000]" in (said := capsys.readouterr().err), said
+    assert "it is that of one GPU" in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -28,6 +28,8 @@ _STYLES = {
     "synchronous-muon": {"color": "tab:green", "linestyle": "--"},
     "pier-muon": {"color": "tab:green"},
 }
+# As far from white as from the black of dark pages.
+_ON_BOTH = "#7a7a7a"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +134,23 @@ def _bytes(log: TensorBoardLog, config: PierConfig) -> list[str]:
 
 
 def paint(result: Mapping[str, Any]) -> "Figure":
-    """Draws the losses of a ``result.json``, narrow enough to be read on a telephone."""
+    """Draws the losses of a ``result.json``, narrow enough to be read on a telephone, on white and on black."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6, 6.2), layout="constrained")
-    over_time, over_tokens = figure.subplots(2, 1)
-    for name, found in result["curves"].items():
-        tokens = [result["tokens"] * iteration for iteration in found["iterations"]]
-        over_time.plot(found["seconds"], found["losses"], marker=".", label=result["labels"][name], **_STYLES[name])
-        over_tokens.plot(tokens, found["losses"], marker=".", **_STYLES[name])
-    link = "" if result["megabits"] is None else f", {result['megabits']:g} Mbit/s between two nodes"
-    for axes, what in ((over_time, f"seconds of training{link}"), (over_tokens, "tokens, in millions")):
-        axes.set(xlim=(0, None), xlabel=what, ylabel="nats per byte")
-        axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower left", fontsize=9)
-    figure.suptitle("Validation loss, synchronous and with Pier")
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _ON_BOTH)
+    colors |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
+    with matplotlib.rc_context(colors):
+        figure = Figure(figsize=(4.6, 6.2), layout="constrained")
+        over_time, over_tokens = figure.subplots(2, 1)
+        for name, found in result["curves"].items():
+            tokens = [result["tokens"] * iteration for iteration in found["iterations"]]
+            over_time.plot(found["seconds"], found["losses"], marker=".", label=result["labels"][name], **_STYLES[name])
+            over_tokens.plot(tokens, found["losses"], marker=".", **_STYLES[name])
+        link = "" if result["megabits"] is None else f", {result['megabits']:g} Mbit/s between two nodes"
+        for axes, what in ((over_time, f"seconds of training{link}"), (over_tokens, "tokens, in millions")):
+            axes.set(xlim=(0, None), xlabel=what, ylabel="nats per byte")
+            axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower left", fontsize=9)
+        figure.suptitle("Validation loss, synchronous and with Pier")
     return figure

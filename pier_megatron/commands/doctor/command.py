@@ -75,12 +75,23 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _start(words: list[str], findings: Findings) -> None:
-    from pier_megatron.integration.examination import VARIABLE
+    from pier_megatron.integration.examination import CROSSING, VARIABLE
 
+    crosses = False
     try:
-        status = subprocess.run(words, env=os.environ | {VARIABLE: "1"}).returncode
+        started = subprocess.Popen(words, env=os.environ | {VARIABLE: "1"}, stdout=subprocess.PIPE, text=True, errors="replace")
     except OSError as error:
         raise PierConfigError(f"--start: {words[0]} cannot be started: {error.strerror}.") from error
-    if status:
-        findings.errors.append(f"--start: the job has ended with exit status {status}; its own log is above.")
-        print(f"ERROR: {findings.errors[-1]}", flush=True)
+    with started:
+        for line in started.stdout or ():
+            print(line, end="", flush=True)
+            crosses = crosses or CROSSING in line
+    found = [f"the job has ended with exit status {started.returncode}; its own log is above."] if started.returncode else []
+    if crosses:
+        found.append(
+            "what is listed above reduces over ranks of several groups in every iteration, so that groups train at the pace of "
+            "the network between them. Let Megatron average what a loss function returns, or reduce over the ranks of a group: "
+            "megatron.core.parallel_state.get_data_parallel_group(partial_data_parallel=True)."
+        )
+    findings.errors += [f"--start: {problem}" for problem in found]
+    print("".join(f"ERROR: {each}\n" for each in findings.errors), end="", flush=True)

@@ -13,7 +13,7 @@ import torch
 
 from pier_megatron import features
 from pier_megatron.commands import job_arguments, planned_job, planned_sizes
-from pier_megatron.commands.doctor import job_files, launch, network
+from pier_megatron.commands.doctor import job_files, launch, model, network
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
@@ -41,6 +41,8 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
         findings.notes += job_arguments.assume_vocabulary(args)
         with findings.collecting():
             _describe(args, command, findings)
+        if not findings.errors:
+            model.look(args, command, sources, findings)
     if command.nodes > 1:
         network.look(findings)
 

@@ -51,8 +51,7 @@ def look(given: Given, findings: Findings) -> None:
             findings.warnings.append(
                 "no data is given, so Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
             )
-        for flag, prefix in named:
-            _look_at_data(flag, prefix, given["--sft"], findings)
+        _look_at_data(named, given["--sft"], findings)
     for flag in _TOKENIZER:
         path = given[flag]
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
@@ -100,23 +99,32 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> None:
-    if is_in_object_store(prefix):
-        return
-    needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
-    missing = [path for path in needed if not Path(path).exists()]
-    none = f"{flag} {prefix}: there is no {' and no '.join(missing)}"
-    if not missing:
-        unreadable = [path for path in needed if not os.access(path, os.R_OK)]
-        findings.errors += [f"{flag} {prefix}: {path} may not be read by you." for path in unreadable[:1]]
-    elif is_text or not Path(prefix).exists():
-        findings.errors.append(f"{none}. {_NEXT_WHERE}")
-    elif prefix.endswith((".bin", ".idx")):
-        findings.errors.append(f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix.")
-    else:
-        findings.warnings.append(
-            f"{none}, which Megatron's data sets open: the job starts only if the script reads its data in another way"
-        )
+def _look_at_data(named: Sequence[tuple[str, str]], is_text: bool, findings: Findings) -> None:
+    """Looks at prefixes with the flags that name them. Of a blend, those that lack the same are one error."""
+    absent: dict[str, list[str]] = {}
+    for flag, prefix in named:
+        needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
+        missing = [] if is_in_object_store(prefix) else [path for path in needed if not Path(path).exists()]
+        none = f"{flag} {prefix}: there is no {' and no '.join(missing)}"
+        if is_in_object_store(prefix):
+            continue
+        if not missing:
+            unreadable = [path for path in needed if not os.access(path, os.R_OK)]
+            findings.errors += [f"{flag} {prefix}: {path} may not be read by you." for path in unreadable[:1]]
+        elif is_text or not Path(prefix).exists():
+            absent.setdefault(flag, []).append(none)
+        elif prefix.endswith((".bin", ".idx")):
+            findings.errors.append(
+                f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix."
+            )
+        else:
+            findings.warnings.append(
+                f"{none}, which Megatron's data sets open: the job starts only if the script reads its data in another way"
+            )
+    for flag, lacking in absent.items():
+        total = sum(flag == name for name, _ in named)
+        others = f", nor the files of {len(lacking) - 1} more of its {total} prefixes" if lacking[1:] else ""
+        findings.errors.append(f"{lacking[0]}{others}. {_NEXT_WHERE}")
 
 
 def _look_at_secret(path: str | None, findings: Findings) -> None:

@@ -215,9 +215,12 @@ class Description:
                 f"{', '.join(foreign)}. Restore the setting, or restart from the weights with --finetune."
             )
         if changes and not accepts_changes:
+            # Megatron would ask about schedules at the next start.
+            is_longer = self.settings["train_iters"] != present.settings["train_iters"]
+            whole = f" (for another length the whole line: --pier-override-checkpoint with {SCHEDULES})" if is_longer else ""
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {self.iteration} is of another run: {', '.join(changes)}. Restore what "
-                "was saved, or accept the differences with --pier-override-checkpoint."
+                f"was saved, or accept the differences with --pier-override-checkpoint{whole}."
             )
         present._config.check_resumable(self.iteration, self.is_local)
         return changes

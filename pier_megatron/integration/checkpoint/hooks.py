@@ -124,6 +124,12 @@ def load[**P](
     except (Exception, CheckpointException) as error:
         if isinstance(error, AssertionError) and "OptimizerParamScheduler" in str(error):
             raise PierConfigError(f"--load: Megatron refuses: {error}. Add {SCHEDULES}.") from error
+        if "Missing keys" in str(error):
+            error.add_note(
+                "Pier: a checkpoint holds more than a run asks for, such as what stock Megatron reads and the inner state of "
+                "other groups. Use --dist-ckpt-strictness raise_unexpected instead of raise_all."
+            )
+            raise
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
             "folder may be whole: choose one with --ckpt-step. If the error is about groups of parameters, restore the flags "
