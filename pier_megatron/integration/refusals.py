@@ -189,6 +189,8 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     for given, iteration in meetings:
         with problems.collecting():
             config.check_interval(given, iteration, "saving the first group only", remedy)
+    with problems.collecting():
+        _check_instances(args, config.groups)
     if config.lazy_start and config.groups > config.launches:
         problems.found += _met(
             f"a lazy start of {config.lazy_start} iterations",

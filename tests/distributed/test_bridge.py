@@ -108,10 +108,6 @@ _REFUSED = {
         with_config("optimizer.optimizer=muon"),
         "config.ddp.use_distributed_optimizer=True cannot be used with config.optimizer.optimizer='muon'.*Set it to False",
     ),
-    "delayed scales": (
-        with_config("model.fp8=hybrid model.fp8_recipe=delayed ddp.fp8_param_gather=True"),
-        "config.model.fp8_recipe delayed cannot be used with PierOptimizerConfig",
-    ),
     "soap": (with_config("optimizer.optimizer=soap"), "config.optimizer.optimizer='soap' cannot .* not one of adam, muon"),
     "manager": (with_config("checkpoint.custom_manager_class=a.B"), "config.checkpoint.custom_manager_class cannot be used"),
     "islands": (with_config(lighthouse="x"), "lighthouse='x' is not supported under Megatron-Bridge: elastic islands replace"),

@@ -34,11 +34,14 @@ _REFUSED = {
     "--optimizer adam --pier-groups 2": ["--pier-groups", "--optimizer adam", "add --optimizer pier"],
     "--optimizer pier --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "Use one of 1, 2, 4, 8"],
     "--optimizer pier --pier-groups 4 --context-parallel-size 4": ["2 x 4 = 8", "cut a context-parallel group"],
-    f"{_PIER} --num-distributed-optimizer-instances 4": [
-        "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
-        "Drop the former",
+    f"{_PIER} --num-distributed-optimizer-instances 8": [
+        "--num-distributed-optimizer-instances 8 does not divide the 4 data-parallel ranks of a group",
+        "4 = 0 x 8 + 4",
     ],
-    f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
+    f"{_PIER} --tensor-parallel-num-weight-shards 2": [
+        "--tensor-parallel-num-weight-shards 2 cannot be used with a lazy start",
+        "or drop it",
+    ],
     f"{_PIER} --dist-ckpt-strictness raise_all": ["a checkpoint holds more than a run asks for", "Use raise_unexpected"],
     f"{_PIER} --inprocess-restart": ["--inprocess-restart cannot be used", "let torchrun restart the job"],
     f"{_PIER} --wandb-project p --wandb-exp-name e": ["--wandb-project p: the package wandb is not", "pip install wandb"],
@@ -93,14 +96,13 @@ _REFUSED = {
     f"{_PIER} --use-megatron-fsdp": ["--use-megatron-fsdp", "FSDP"],
     f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
     f"{_PIER} --bf16 --pier-inner-optimizer muon --fp8-param-gather": ["--fp8-param-gather cannot", "over AdamW", "Drop"],
-    f"{_PIER} --fp8-format hybrid --fp8-param-gather": ["--fp8-recipe delayed", "first group's only", "blockwise"],
     f"{_PIER} --data-parallel-random-init": ["--data-parallel-random-init", "identical weights"],
-    f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
+    f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel cannot be used with a lazy start", "its own group"],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
-    f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
-    f"{_PIER} --pier-inner-optimizer muon --qk-clip --save /nowhere --save-interval 50 --save-params-interval 10": [
+    f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval cannot be used with a lazy start", "one instance"],
+    f"{_PIER} --pier-inner-optimizer muon --qk-clip --adlr-autoresume": [
         "--qk-clip cannot be used with several groups",
-        "--save-params-interval cannot be used with several groups in a launch: all groups would write the same files",
+        "--adlr-autoresume cannot be used with several groups in a launch: each group would ask for itself",
     ],
     # One refusal lists all mistakes.
     f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1 --pier-overlap 60": [
@@ -108,13 +110,8 @@ _REFUSED = {
         "--override-ckpt-iteration 0",
         "--pier-overlap 60",
     ],
-    f"{_PIER} --log-energy --log-interval 20 --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
-        "--log-interval 20 is no multiple of --pier-sync-interval 50",
-        "--gpu-sniff-test-interval 20",
-        "expert-data-parallel size 1",
-    ],
-    f"{_PIER} --num-distributed-optimizer-instances 4 --yaml-cfg config.yaml --use-torch-fsdp2": [
-        "contradicts --pier-groups 2",
+    f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": ["expert-data-parallel size 1"],
+    f"{_PIER} --yaml-cfg config.yaml --use-torch-fsdp2": [
         "does not read --yaml-cfg",
         "--use-torch-fsdp2",
     ],
@@ -278,8 +275,10 @@ _ACCEPTED = {
     ),
     "one group per domain": ("--optimizer pier --pier-ranks-per-domain 2", _WORLD),
     "groups across domains": ("--optimizer pier --pier-ranks-per-domain 2 --pier-groups 2", {"WORLD_SIZE": "8"}),
-    "flags that Pier sets anyway": (
-        f"{_PIER} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
+    "flags that Pier sets anyway": (f"{_PIER} --use-distributed-optimizer", _WORLD),
+    "what asks all ranks, and writes": (
+        f"{_PIER} --log-energy --log-interval 20 --gpu-sniff-test-interval 20 --num-distributed-optimizer-instances 2 "
+        "--fp8-format hybrid --save-params-interval 10 --save /nowhere --save-interval 50",
         _WORLD,
     ),
     "evaluation between outer steps": (f"{_PIER} --eval-interval 75", _WORLD),
@@ -407,7 +406,13 @@ def test_pier_becomes_adam_under_the_distributed_optimizer(
 ) -> None:
     outcome = outcomes[name]
     assert (outcome["optimizer"], outcome["use_distributed_optimizer"], outcome["pier"]) == ("adam", True, True)
-    assert outcome["num_distributed_optimizer_instances"] == outcome["pier_groups"] == groups
+    assert (outcome["num_distributed_optimizer_instances"], outcome["pier_groups"]) == (1, groups)
+
+
+def test_what_a_world_of_its_own_confines_is_accepted(outcomes: dict[str, dict[str, object]]) -> None:
+    outcome = outcomes["what asks all ranks, and writes"]
+    assert "error" not in outcome, outcome
+    assert outcome["num_distributed_optimizer_instances"] == 2
 
 
 @pytest.mark.parametrize("name", ["muon", "muon, shared out"])

@@ -56,13 +56,12 @@ _STOCK = _INTERLEAVED.replace("--optimizer pier", "--optimizer adam --use-distri
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
-    _JOB + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
     _JOB.replace("--train-iters 100000", ""): "--train-iters: not given",
     _JOB.replace("--eval-interval 1000", ""): "--eval-interval: not given. Megatron divides --train-iters by it",
     _JOB + "--num-attention-heads 11": "Megatron refuses the arguments: ",
-    _SAMPLES + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
+    _SAMPLES + "--pier-save-inner-state first --save /nowhere --save-interval 75": "75 = 1 x 50 + 25",
 }
-_WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
+_WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --adlr-autoresume --json --own 1"
 _UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
 _HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 _PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()

@@ -143,7 +143,7 @@ _CASES: dict[str, tuple[str, ...]] = {
         "ERROR: --pier-sync: no such flag. Did you mean --pier-sync-interval or --pier-sync-seconds?",
     ),
     "nothing follows from what cannot be": (
-        f"{_JOB} --pier-sync-interval ten --gpu-sniff-test-interval 75 --use-megatron-fsdp",
+        f"{_JOB} --pier-sync-interval ten --adlr-autoresume --use-megatron-fsdp",
         "ERROR: --pier-sync-interval: ten: must be a whole number",
         "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
     ),
