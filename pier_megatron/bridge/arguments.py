@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import own_world
 from pier_megatron.megatron_api import versions
 
 _PIER = "pier_"
@@ -75,8 +76,13 @@ class BridgeArguments:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, under torchrun and under Slurm."""
-        return int(versions.require("megatron.bridge.utils.common_utils", "get_world_size_safe")())
+        """Number of ranks of the launch, under torchrun and under Slurm."""
+        launch = own_world.divided()
+        return (
+            launch.size
+            if launch is not None
+            else int(versions.require("megatron.bridge.utils.common_utils", "get_world_size_safe")())
+        )
 
     @property
     def no_load_rng(self) -> bool:

@@ -116,8 +116,7 @@ def _findings(where: str, crossing: list[Collective], of_others: list[Collective
     return [
         "Pier doctor: started from fresh weights, without a lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank {own_world.launch().rank}: {len(inside)} collectives inside its group, into which it puts "
-        f"{megabytes:,.2f} MB, "
-        + ("and across groups:" if crossing else "none across groups."),
+        f"{megabytes:,.2f} MB, " + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
         *(f"  on other ranks: {line.strip()}" for line in table(of_others)),
         *(f"Pier doctor: {line}" for tell in look.told for line in tell()),

@@ -38,9 +38,14 @@ class _Divided:
     launch: Launch | None = None
 
 
+def divided() -> Launch | None:
+    """The launch of this process, once it was divided into worlds; None before, and where it is one group."""
+    return run.part(_Divided).launch
+
+
 def launch() -> Launch:
     """The launch of this process: one group, unless it was divided."""
-    return run.part(_Divided).launch or Launch(dist.get_rank(), dist.get_world_size())
+    return divided() or Launch(dist.get_rank(), dist.get_world_size())
 
 
 def ranks() -> dist.ProcessGroup:
@@ -167,5 +172,5 @@ def _prefix(path: str) -> str:
 
 def first_group_first(what: str) -> contextlib.AbstractContextManager[None]:
     """Inside, the first group does something, such as to write files that all read, while the others wait."""
-    launch = run.part(_Divided).launch
+    launch = divided()
     return contextlib.nullcontext() if launch is None else launch.first_group_first(what)

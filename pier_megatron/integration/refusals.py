@@ -292,6 +292,16 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
         )
 
 
+def _check_instances(args: argparse.Namespace, groups: int) -> None:
+    instances, ranks = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size // groups
+    if ranks % instances:
+        raise PierConfigError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} data-parallel ranks of a group "
+            f"({division(ranks, instances)}): it is the number of instances inside each group. Drop it, or use a divisor of "
+            f"{ranks}."
+        )
+
+
 def check_experts(args: argparse.Namespace, groups: int) -> None:
     """Checks that groups of ranks have whole replicas of the experts; of validated arguments.
 

@@ -110,7 +110,6 @@ _REFUSED = {
         "--override-ckpt-iteration 0",
         "--pier-overlap 60",
     ],
-    f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": ["expert-data-parallel size 1"],
     f"{_PIER} --yaml-cfg config.yaml --use-torch-fsdp2": [
         "does not read --yaml-cfg",
         "--use-torch-fsdp2",
