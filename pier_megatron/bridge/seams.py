@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.bridge import training
-from pier_megatron.integration import all_groups, datasets, own_log
+from pier_megatron.integration import datasets, own_log, votes
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import groups_files, helpers, hooks
 from pier_megatron.megatron_api import run
@@ -48,7 +48,7 @@ TABLE = (
     Seam("megatron.bridge.training.initialize", "_initialize_distributed", training.form),
     Seam("megatron.bridge.training.setup", "setup_data_iterators", training.read_own_samples),
     Seam(_PRETRAIN, "train", training.train),
-    Seam(_TRAIN, "checkpoint_and_decide_exit", all_groups.end_together),
+    Seam(_TRAIN, "checkpoint_and_decide_exit", votes.end_together),
     Seam(_FLOPS, "resolve_global_flops_runtime_stats", training.count_own_tokens, since="0.19"),
     # Checkpoints.
     Seam(_CHECKPOINTING, "_build_sharded_state_dict_metadata", hooks.describe_the_run),

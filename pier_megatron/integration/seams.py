@@ -12,7 +12,6 @@ from typing import Concatenate
 
 from pier_megatron import features
 from pier_megatron.integration import (
-    all_groups,
     arguments,
     datasets,
     elastic_island,
@@ -22,6 +21,7 @@ from pier_megatron.integration import (
     own_world,
     samples,
     training,
+    votes,
 )
 from pier_megatron.integration.checkpoint import files, formats, groups_files, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
@@ -120,7 +120,7 @@ CORE = (
     Seam(
         "megatron.core.rerun_state_machine",
         "RerunStateMachine._reduce_any",
-        all_groups.vote_of_those_who_average,
+        votes.vote_of_those_who_average,
         used_by=_in_one_launch,
     ),
     Seam(_CHECKPOINTING, "save", groups_files.save_in_one_folder, used_by=_saves_together),
@@ -156,8 +156,8 @@ TABLE = (
     Seam(_INITIALIZE, "_initialize_distributed", own_world.form, used_by=_in_groups),
     Seam(_TRAINING, "train", samples.count_all_groups, is_outermost=True, used_by=_in_groups),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", samples.read_own_samples, used_by=_in_groups),
-    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", all_groups.estimate_tokens, used_by=_in_groups, since="0.18"),
-    Seam(_TRAINING, "checkpoint_and_decide_exit", all_groups.end_together),
+    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", votes.estimate_tokens, used_by=_in_groups, since="0.18"),
+    Seam(_TRAINING, "checkpoint_and_decide_exit", votes.end_together),
     Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join, used_by=_in_elastic_islands),
     # Checkpoints.
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run, used_by=_saves),

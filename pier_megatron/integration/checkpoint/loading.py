@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.all_groups import any_group
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.description import ENTRY, Description, Metadata, checksum_name, group_prefix
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.integration.inner.requirements import scaled
+from pier_megatron.integration.votes import any_group
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.snapshot import Progress
