@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron.bridge import refusals
 from pier_megatron.bridge.arguments import BridgeArguments, BridgeLoop
@@ -14,10 +14,15 @@ from pier_megatron.integration import cautions, current, own_world
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
-from pier_megatron.integration.evaluation import evaluate_each, evaluates_together
+from pier_megatron.integration.evaluation import Evaluated, evaluate_each, evaluates_together
 from pier_megatron.integration.own_world import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 _COMMON = "megatron.bridge.utils.common_utils"
 # Names under Megatron-Bridge: of the function that tells the number of ranks, and of arguments with process groups.
@@ -57,8 +62,9 @@ def _prepare(config: Any, arguments: Any) -> None:
     name_iteration(config.checkpoint)
 
 
-def _process_groups(model: Any) -> Any:
-    return versions.require("megatron.bridge.training.utils.pg_utils", "get_pg_collection")(model)
+def _process_groups(model: object) -> "ProcessGroupCollection":
+    found: ProcessGroupCollection = versions.require("megatron.bridge.training.utils.pg_utils", "get_pg_collection")(model)
+    return found
 
 
 def name_iteration(checkpoint: Any) -> None:
@@ -68,7 +74,7 @@ def name_iteration(checkpoint: Any) -> None:
         checkpoint.load, checkpoint.ckpt_step = str(folder.parent), int(iteration[1])
 
 
-def form(initialize_distributed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Lets the world that Megatron-Bridge forms be that of this rank's group."""
     loop = run.loop()
     if not isinstance(loop, BridgeLoop) or own_world.groups() == 1:
@@ -89,7 +95,7 @@ def form(initialize_distributed: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 @current.in_pier_runs
-def read_own_samples(set_up: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def read_own_samples[**P, R](set_up: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Gives each group its share of the samples. The first group makes the index of the data sets, the others read it."""
     given = versions.given(set_up, args, kwargs)
     widened = {name: optimizer.widened(given[name]) for name in _LOADERS if given.get(name) is not None}
@@ -98,7 +104,7 @@ def read_own_samples(set_up: Callable[..., Any], optimizer: Any, /, *args: Any, 
 
 
 @current.in_pier_runs
-def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Lets the loop count the samples and the ranks of all groups."""
     given, launch = versions.given(train, args, kwargs), own_world.launch()
     if launch.groups == 1:
@@ -111,11 +117,13 @@ def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: An
 
 
 @current.in_pier_runs
-def evaluate(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def evaluate[**P](
+    evaluate: Callable[P, Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> Evaluated:
     """Evaluates over all groups of the launch, on the share of the samples of each."""
     given = versions.given(evaluate, args, kwargs)
 
-    def evaluate_share() -> Any:
+    def evaluate_share() -> Evaluated:
         own = _process_groups(given["model"])
         if not evaluates_together(optimizer.loop):
             own = optimizer.collection(own, ["dp"])
@@ -125,14 +133,16 @@ def evaluate(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwar
 
 
 @current.in_pier_runs
-def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train_step[**P, R: tuple[object, ...]](
+    train_step: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
     state, loop = given["global_state"], run.loop()
     assert isinstance(loop, BridgeLoop)
     loop.state = state
 
-    def step() -> Any:
+    def step() -> R:
         # The model's own, which are those of all groups while these average gradients.
         return versions.called_with(train_step, args, kwargs, {_COLLECTION: _process_groups(given["model"])})
 

@@ -1,4 +1,4 @@
-"""A launch of several groups, each of which is a world of its own to PyTorch: it knows the ranks of its group and no others.
+"""A launch of several groups. To PyTorch each group is a separate world, which knows its own ranks and no others.
 
 Whatever reduces over all ranks reduces over the group, in any script and on any release. What crosses the groups crosses by
 the communicators that are made here, outside of PyTorch's default group.
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 DESCRIPTION = "PIER_"
 """Prefix of the descriptions of the plugin's own communicators."""
@@ -28,12 +29,14 @@ class Launch:
         rank: Rank of this process in the launch.
         size: Number of ranks in the launch.
         groups: Number of groups in it.
-        store: Store of the launch, by which ranks of different groups find each other; None for one group.
     """
 
-    def __init__(self, rank: int, size: int, groups: int = 1, store: Any = None) -> None:
-        """Takes a place in a launch whose size is a multiple of the number of groups."""
-        self.rank, self.size, self.groups, self.store = rank, size, groups, store
+    def __init__(self, rank: int, size: int, groups: int = 1, store: Store | None = None) -> None:
+        """Takes a place in a launch whose size is a multiple of the number of groups.
+
+        By the ``store`` ranks of different groups find each other; None for one group.
+        """
+        self.rank, self.size, self.groups, self._store = rank, size, groups, store
 
     @property
     def ranks_of_group(self) -> int:
@@ -61,12 +64,18 @@ class Launch:
         return self.group == self.groups - 1
 
     @property
-    def store_of_group(self) -> Any:
+    def store(self) -> Store:
+        """Store of the launch, which has several groups."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def store_of_group(self) -> Store:
         """Keys of this group alone; with the launch's, worlds would read each other's."""
-        return dist.PrefixStore(f"pier/group_{self.group}", self.store)  # type: ignore[attr-defined]
+        return PrefixStore(f"pier/group_{self.group}", self.store)
 
     def connect(
-        self, name: str, timeout: datetime.timedelta, options: Any = None, groups: Sequence[int] | None = None
+        self, name: str, timeout: datetime.timedelta, options: object = None, groups: Sequence[int] | None = None
     ) -> dist.ProcessGroup | None:
         """Connects this rank with the same rank of other groups; called by all of these.
 
@@ -106,7 +115,7 @@ class Launch:
     def _communicator(
         self, key: str, name: str, ranks: Sequence[int], timeout: datetime.timedelta, options: Any = None
     ) -> dist.ProcessGroup:
-        keys: Any = dist.PrefixStore(f"pier/{key}", self.store)  # type: ignore[attr-defined]
+        keys = PrefixStore(f"pier/{key}", self.store)
         place = ranks.index(self.rank), len(ranks)
         group, kinds = dist.ProcessGroup(keys, *place), dist.ProcessGroup.BackendType
         if "nccl" in dist.get_backend():
@@ -128,7 +137,7 @@ class Launch:
         return group
 
 
-def _make_known(group: dist.ProcessGroup, name: str, description: str, ranks: Sequence[int], store: Any) -> None:
+def _make_known(group: dist.ProcessGroup, name: str, description: str, ranks: Sequence[int], store: Store) -> None:
     """Enters a communicator in PyTorch's tables: errors name it, what lists ranks lists it, and it ends with the others."""
     known = distributed_c10d.GroupName(name)
     group._set_group_name(known)

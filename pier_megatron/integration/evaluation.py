@@ -15,8 +15,8 @@ from pier_megatron.outer.report import SCALAR_PREFIX
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
-# What Megatron's evaluation returns: losses by name, None if its time was up, and what else there is.
-_Evaluated = tuple[dict[str, torch.Tensor] | None, *tuple[object, ...]]
+Evaluated = tuple[dict[str, torch.Tensor] | None, *tuple[object, ...]]
+"""What Megatron's evaluation returns: losses by name, None if its time was up, and what else there is."""
 
 
 def evaluates_together(loop: OuterLoop) -> bool:
@@ -26,8 +26,8 @@ def evaluates_together(loop: OuterLoop) -> bool:
 
 @current.in_pier_runs
 def evaluate_each[**P](
-    evaluate: Callable[P, _Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
-) -> _Evaluated:
+    evaluate: Callable[P, Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> Evaluated:
     """Evaluates what the groups agree on, over all groups of the launch.
 
     That is the anchor, where the groups hold different parameters by design. Where each has an anchor of its own, the log says

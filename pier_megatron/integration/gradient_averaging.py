@@ -18,7 +18,7 @@ from pier_megatron.megatron_api import versions
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-# Of a bucket group: what Megatron reduces between instances over, and on which stream.
+# Attributes of a bucket group: over what Megatron reduces between instances, and on which stream.
 _BETWEEN, _STREAM = "inter_distributed_optimizer_instance_group", "communication_stream"
 
 

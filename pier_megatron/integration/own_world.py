@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.exchange.worlds import Launch
@@ -25,11 +26,11 @@ from pier_megatron.settings import settings_of
 
 # Megatron's arguments of what a run writes once: files at intervals, and a log of its progress.
 _ONCE = ("save_params_interval", "save_activations_interval", "save_dgrads_interval", "save_wgrads_interval", "log_progress")
-# Of files that each world writes, by the ranks in it.
+# Files that each world writes, by the ranks in it.
 _OF_EACH_GROUP = ("memory_snapshot_path", "dataloader_save")
 _RECORDS = "flight_recorder_dump_path"
 _RECORDS_IN_ENVIRONMENT = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-# Where the first rank of a world listens, of which a node may have several.
+# Port of the first rank of a world. A node may have several worlds.
 _PORT = "straggler_ctrlr_port"
 
 
@@ -91,12 +92,12 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
         name_files(settings, divided)
         changed["store"] = divided.store_of_group
     result = versions.called_with(initialize_distributed, args, kwargs, changed)
-    # Megatron's arguments speak of the whole run: so many ranks share a batch.
+    # Megatron's arguments speak of the whole run, whose ranks share a batch.
     settings.world_size = of_run
     return result
 
 
-def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store: object = None) -> Launch:
+def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store: Store | None = None) -> Launch:
     """Divides the launch into groups of consecutive ranks; all but one of these are silent from then on.
 
     Args:
@@ -112,7 +113,7 @@ def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store
     if dist.is_initialized():
         raise PierConfigError(
             f"--pier-groups {groups}: torch.distributed was initialized before Megatron does so, with all "
-            f"{dist.get_world_size()} ranks in one world. Each group is a world of its own: drop the script's own "
+            f"{dist.get_world_size()} ranks in one world. Each group is a separate world: drop the script's own "
             "init_process_group."
         )
     if size % groups:
@@ -166,7 +167,7 @@ def name_files(settings: argparse.Namespace, launch: Launch) -> None:
 
 
 def _prefix(path: str) -> str:
-    """As Megatron and PyTorch begin the names of records."""
+    """How Megatron and PyTorch begin the names of records."""
     return os.path.join(path, "_dump_") if os.path.isdir(path) else path
 
 

@@ -103,7 +103,7 @@ def with_outer_loop(
     startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
     sites = None
     if config.sites is not None:
-        sites = SiteExchange(exchange, *_site_communicators(launch, config, args, timeout))
+        sites = SiteExchange(exchange, *site_communicators(launch, config, args, timeout))
     everyone = AllGroups(launch, model_chunks[0], timeout) if launch.groups > 1 else None
     gradients = launch.connect("GRADIENTS", timeout, between()) if config.lazy_start else None
     membership = elastic_island.membership(config, topology, shards, device) if is_elastic else None
@@ -171,7 +171,7 @@ def _at_a_signal(args: argparse.Namespace, config: PierConfig) -> str:
     return "; ".join(said)
 
 
-def _site_communicators(
+def site_communicators(
     launch: Launch, config: PierConfig, args: argparse.Namespace, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Communicators inside and across sites of the rank's peers."""

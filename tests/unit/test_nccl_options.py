@@ -96,7 +96,7 @@ def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder()
     launch, args = Launch(5, 8, 4, store=object()), mock.Mock()
     with mock.patch.object(Launch, "_communicator", note), mock.patch.object(nccl_options, "options", lambda _, name, __: name):
         launch.connect("BETWEEN_GROUPS", _MINUTE, "groups")
-        training._site_communicators(launch, _config(groups=4, sites=2, site_interval=1, sync_interval=2), args, _MINUTE)
+        training.site_communicators(launch, _config(groups=4, sites=2, site_interval=1, sync_interval=2), args, _MINUTE)
     assert made == {
         "BETWEEN_GROUPS": ([1, 3, 5, 7], "groups"),
         "INSIDE_SITES": ([5, 7], nccl_options.INSIDE_SITES),

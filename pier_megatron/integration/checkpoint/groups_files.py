@@ -1,4 +1,4 @@
-"""One checkpoint folder of several groups, each of which saves as a world of its own.
+"""One checkpoint folder of several groups, which save as separate worlds.
 
 The first group writes what Megatron writes: the weights, its inner optimizer's state, and Pier's outer state. Each other one
 writes what it alone has into a folder there, ``group_N``. The first then lists all files in its own metadata, so that the
@@ -11,7 +11,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,21 +50,28 @@ class _Saves:
     pending: list[int] = dataclasses.field(default_factory=list)
 
 
+class _Request(Protocol):
+    """A save behind training, as Megatron schedules it."""
+
+    def add_finalize_fn(self, fn: Callable[[], None]) -> None:
+        """Adds what is called once all ranks of the world have written."""
+
+
 def folder_of_group(checkpoint: Path, group: int) -> Path:
     """Where a group other than the first saves: Megatron makes a folder of the iteration in it."""
     return checkpoint / f"group_{group}"
 
 
 @current.in_pier_runs
-def save_in_one_folder[**P](
-    save: Callable[..., Any],
+def save_in_one_folder(
+    save: "Callable[..., _Request | None]",
     optimizer: "PierOptimizer",
     /,
     state: "ShardedStateDict",
     checkpoint_dir: str,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> "_Request | None":
     """Saves this group's part; the first group then waits for the others', and lists it."""
     saves, launch = run.part(_Saves), own_world.launch()
     # Numbered by the ranks of a world: a run in another number of groups, and stock Megatron, would look for other numbers.
@@ -77,7 +84,7 @@ def save_in_one_folder[**P](
     given = versions.given(save, (state, checkpoint_dir, *args), kwargs)
     # Hashes of files that are yet to change.
     verifies = given.get("verify_integrity", False)
-    changed: dict[str, Any] = {"verify_integrity": False} if verifies else {}
+    changed: dict[str, object] = {"verify_integrity": False} if verifies else {}
     if launch.group:
         launch.store.wait([_key(number, 0)], _time_out())
         state = {"optimizer": {ENTRY: state["optimizer"][ENTRY]}}
@@ -125,10 +132,10 @@ def finalize_when_all_have_saved[**P](
     finalize(*args, **kwargs)
 
 
-def _announcing(number: int, preprocess: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+def _announcing(number: int, preprocess: Callable[[object], object] | None) -> Callable[[object], object]:
     """What Megatron calls once it has looked whether the folder is empty: other groups may write into it from then on."""
 
-    def announcing(state: Any) -> Any:
+    def announcing(state: object) -> object:
         _tell(number, _DONE)
         return state if preprocess is None else preprocess(state)
 
