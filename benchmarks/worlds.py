@@ -45,7 +45,7 @@ _MODEL = (
 _PIER = f"--optimizer pier --pier-sync-interval {_INTERVAL} --pier-lazy-start-iters {_LAZY} --pier-groups"
 _KINDS = {
     "stock": "--num-distributed-optimizer-instances {groups}",
-    "instances": f"{_PIER} {{groups}}",
+    "worlds": f"{_PIER} {{groups}}",
     "int4": f"{_PIER} {{groups}} --pier-exchange-dtype int4",
     "pairs": f"{_PIER} {{groups}} --pier-preset noloco",
 }
@@ -76,13 +76,6 @@ class Case:
         flags = _KINDS[self.kind].format(groups=self.groups)
         return f"{_MODEL} --pipeline-model-parallel-size {self.pipeline} --global-batch-size {replicas} {flags}"
 
-    def keys_of(self, rank: int) -> tuple[int, int, int]:
-        """Group of a rank, first rank of its tensor-parallel group, first of the ranks that own the same parameters."""
-        replicas = self.world // (_TENSOR * self.pipeline)
-        stage, replica, place = rank // (_TENSOR * replicas), rank // _TENSOR % replicas, rank % _TENSOR
-        group, number = divmod(replica, replicas // self.groups)
-        return group, rank - place, (stage * replicas + number) * _TENSOR + place
-
 
 def main() -> None:
     """Runs the cases and prints a table, or runs one of them and prints what it has measured."""
@@ -90,7 +83,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 1024, 4096, 16384], help="ranks (%(default)s)")
     parser.add_argument("--ranks", choices=("first", "middle", "last"), nargs="+", default=["first"], help="(%(default)s)")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 16, 1024], help="up to the replicas (%(default)s)")
-    parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances"], help="(%(default)s)")
+    parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "worlds"], help="(%(default)s)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=1, help="repetitions of each case; medians count (%(default)s)")
     parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
@@ -183,6 +176,7 @@ def _run(case: Case, options: argparse.Namespace) -> None:
         keep = f"--save {folder}/saved --save-interval {_ITERATIONS}" if options.save else ""
         argv = f"{case.arguments} {data} {keep}".split()
         sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
+        stack.enter_context(_alone_in_the_launch(created))
         said = stack.enter_context(_said_by_others(case))
         stack.enter_context(_marking_iterations(marks, found, profile, said, created))
         stack.enter_context(_counting_saves(found))
@@ -197,7 +191,8 @@ def _run(case: Case, options: argparse.Namespace) -> None:
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
         profile.dump_stats(options.profile / f"{case.kind}-{case.groups}-of-{case.world}.pstats")
-    print(json.dumps(found), flush=True)
+    # Groups other than the last one are silent.
+    print(json.dumps(found), file=sys.__stdout__, flush=True)
     os._exit(0)
 
 
@@ -245,6 +240,7 @@ def _marking_iterations(
     """Notes the CPU time at the beginning of every iteration, and the counts."""
     from megatron.training import training
 
+    from pier_megatron.integration import own_world
     from pier_megatron.integration.census import CollectiveCensus
 
     train_step = training.train_step
@@ -259,13 +255,43 @@ def _marking_iterations(
             found["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if iteration not in _CENSUS:
             return train_step(*args, **kwargs)
-        census = CollectiveCensus()
+        census = CollectiveCensus(own_world.launch().first_of_group)
         with census:
             result = train_step(*args, **kwargs)
         found["collectives" + (" of an outer step" if iteration % _INTERVAL == 0 else "")] = len(census.collectives)
         return result
 
     training.train_step = marked
+    yield
+
+
+@contextlib.contextmanager
+def _alone_in_the_launch(created: collections.Counter[str]) -> Iterator[None]:
+    """Divides a launch whose other ranks are not there, and connects with none of them."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from pier_megatron.exchange import worlds
+    from pier_megatron.integration import own_world
+
+    divide = own_world.divide
+
+    def communicator(self: worlds.Launch, key: str, name: str, ranks: Any, *others: Any) -> Any:
+        created["communicators"] += 1
+        place, kinds = (ranks.index(self.rank), len(ranks)), dist.ProcessGroup.BackendType
+        group, backend = dist.ProcessGroup(FakeStore(), *place), FakeProcessGroup._create_internal(*place)
+        group._set_default_backend(kinds.CUSTOM)
+        for device in ("cpu", "cuda"):
+            group._register_backend(torch.device(device), kinds.CUSTOM, backend)
+        worlds._make_known(group, key, name, [rank - self.first_of_group for rank in ranks], FakeStore())
+        return group
+
+    worlds.Launch._communicator = communicator  # type: ignore[method-assign]
+    worlds.Launch.first_group_first = lambda self, what: contextlib.nullcontext()  # type: ignore[method-assign,assignment]
+    worlds.Launch.store_of_group = property(lambda self: None)  # type: ignore[method-assign,assignment]
+    own_world.divide = lambda *place: divide(*place[:-1], FakeStore())
     yield
 
 
@@ -279,24 +305,24 @@ def _said_by_others(case: Case) -> Iterator[dict[str, float]]:
 
     gather, spent = dist.all_gather_object, {"seconds": 0.0}
 
-    def said_by(rank: int, own: "Rank") -> "Rank":
-        group, tensor_parallel, peers = case.keys_of(rank)
+    def said_by(rank: int) -> "Rank":
         node = f"node {rank // _PER_NODE}"
-        return dataclasses.replace(
-            own, rank=rank, node=node, domain=node, group=group, tensor_parallel=tensor_parallel, peers=peers
-        )
+        return Rank(rank, node, node, group=rank * case.groups // case.world, tensor_parallel=rank - rank % _TENSOR)
 
     def gather_from_all(objects: list[Any], own: Any, group: Any = None) -> None:
         gather(objects, own, group)
-        begun = time.process_time()
+        begun, ranks = time.process_time(), case.world // case.groups
         if isinstance(own, Rank):
-            objects[:] = [said_by(rank, own) for rank in range(len(objects))]
-            assert objects[case.rank] == own, (objects[case.rank], own)
+            objects[:] = [said_by(own.rank - own.rank % ranks + rank) for rank in range(ranks)]
+            assert own in objects, own
+        elif isinstance(own, list) and isinstance(own[0], Rank):
+            objects[:] = [[said_by(first + rank) for rank in range(ranks)] for first in range(0, case.world, ranks)]
+            assert own in objects, own
         spent["seconds"] += time.process_time() - begun
 
     dist.all_gather_object = gather_from_all
     # Equal fingerprints of samples would be refused. Ranks that read nothing have none.
-    samples._fingerprint = lambda batch: None
+    samples.fingerprint_of = lambda batch: None
     yield spent
 
 
