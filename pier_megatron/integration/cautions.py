@@ -85,7 +85,7 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
         if copies > 1:
             found.append(
                 f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of a group "
-                f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
+                f"({replicas} / --pier-groups {config.groups}) steps and keeps all parameters of its part of the "
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer divides them."
             )
