@@ -71,22 +71,41 @@ def _the_script_reduces(directory: Path) -> Patch:
     """In every micro-batch: over all ranks that it knows, and, as pretrain_gpt.py of core_r0.12, over data-parallel ones."""
     forward_step = pretrain_bytes.forward_step
 
-    def reducing(*args: Any) -> Any:
+    def reducing(batches: Any, model: Any) -> Any:
         optimizer = current.pier_optimizer()
         assert optimizer is not None
+        # Evaluation is of all groups.
+        is_local = model.training and optimizer.loop.is_local
         over_all, over_data_parallel = torch.ones(1000), torch.ones(1000)
         dist.all_reduce(over_all)
         dist.all_reduce(over_data_parallel, group=parallel_state.get_data_parallel_group())
         assert over_all[0] == dist.get_world_size() == 2
-        assert over_data_parallel[0] == (2 if optimizer.loop.is_local else 4)
-        return forward_step(*args)
+        assert over_data_parallel[0] == (2 if is_local else 4)
+        return forward_step(batches, model)
 
     return mock.patch.object(pretrain_bytes, "forward_step", reducing)
 
 
 def _imported(name: str) -> Callable[[Path], Patch]:
     """A module has imported one of Megatron's functions by name, before arguments were parsed, and calls that one."""
-    return lambda directory: mock.patch.object(megatron_training, name, inspect.unwrap(getattr(megatron_training, name)))
+
+    @contextlib.contextmanager
+    def by_name(directory: Path) -> Iterator[None]:
+        set_up, replaced = megatron_training.setup_model_and_optimizer, getattr(megatron_training, name)
+
+        @functools.wraps(set_up)
+        def then_by_name(*args: Any, **kwargs: Any) -> Any:
+            result = set_up(*args, **kwargs)
+            setattr(megatron_training, name, inspect.unwrap(replaced))
+            return result
+
+        with mock.patch.object(megatron_training, "setup_model_and_optimizer", then_by_name):
+            try:
+                yield
+            finally:
+                setattr(megatron_training, name, replaced)
+
+    return by_name
 
 
 @contextlib.contextmanager

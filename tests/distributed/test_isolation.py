@@ -92,8 +92,8 @@ def test_lazy_start_and_outer_steps_do_cross(runs: dict[str, Recorded], layout: 
 def test_what_a_script_reduces_by_itself_stays_inside_the_group(runs: dict[str, Recorded]) -> None:
     for rank in runs["losses averaged by the script"].ranks:
         own = tuple(member for member, group in rank["group_of"].items() if group == rank["group"])
-        # Over all ranks that it knows and over data-parallel ones, in each of four micro-batches; a thousand FP32 numbers.
-        assert sum(found.ranks == own and found.nbytes == 4000 for found in rank["census"][_SILENT[0]]) == 8
+        # Over all ranks that it knows and over data-parallel ones, in each of two micro-batches; a thousand FP32 numbers.
+        assert sum(found.ranks == own and found.nbytes == 4000 for found in rank["census"][_SILENT[0]]) == 4
 
 
 def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: dict[str, Recorded]) -> None:

@@ -67,7 +67,9 @@ def check(pier_log: str, stock_log: str) -> None:
 
 
 @pytest.fixture(params=_CHECKOUTS, ids=lambda path: path.name)
-def checkout(request: pytest.FixtureRequest) -> Path:
+def checkout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The warm processes have imported the installed release.
+    monkeypatch.setenv("PIER_TEST_WARM", "")
     return request.param
 
 
