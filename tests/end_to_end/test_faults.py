@@ -73,7 +73,8 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
         helper.kill()
         (tmp_path / "go on with 15").touch()
         assert attempt.wait(60) != 0
-    assert re.search(r"Pier: rank 1 ends: .* which helps it save checkpoints, was killed by signal 9\.", attempt.log), attempt.log[-5000:]
+    ended = r"Pier: rank 1 ends: .* which helps it save checkpoints, was killed by signal 9\."
+    assert re.search(ended, attempt.log), attempt.log[-5000:]
     assert job.last_saved() == 13
     seen |= attempt.losses()
 

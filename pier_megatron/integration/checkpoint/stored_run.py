@@ -33,7 +33,7 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool, takes
     chosen = [root]
     if dist.get_rank() == 0:
         own, shared = folder_of_island(root, island), _island_of(root, step)
-        if _island_of(own, step) == island or takes_whole and tracker_of(own).exists():
+        if _island_of(own, step) == island or (takes_whole and tracker_of(own).exists()):
             chosen = [own]
         elif shared is not None and step is None and not accepts_changes:
             print(
