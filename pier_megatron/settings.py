@@ -234,6 +234,12 @@ class Settings:
         False, "Resume from a checkpoint of a run with other settings or another group layout. Default: refuse."
     )
 
+    load_newest_whole: bool = setting(
+        False,
+        "Resume from the newest whole checkpoint in --load if the last one is damaged, or the file that names it is empty, "
+        "and log which one that is. Without effect with --ckpt-step. Default: refuse.",
+    )
+
     @property
     def launches(self) -> int:
         """Number of launches that the run is made of: one for each elastic island, or one with all groups."""

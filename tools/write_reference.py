@@ -65,7 +65,7 @@ _WISHES = {
         *("island_timeout", "island_wait", "sync_seconds"),
     ),
     "Exchange in gossip pairs": ("subgroup_size", "subgroup_seed", "evaluate_mean"),
-    "Save and resume": ("save_inner_state", "load_inner_state", "override_checkpoint"),
+    "Save and resume": ("save_inner_state", "load_inner_state", "override_checkpoint", "load_newest_whole"),
     "Accumulate gradients layer by layer": ("layered",),
     "Skip pipeline stages": ("skip_fraction", "skip_routes", "skip_seed", "eval_skip"),
     "Compress the traffic inside a group": ("compress",),

@@ -22,6 +22,7 @@ _ISLANDS = "elastic islands replace what megatron.training does with samples and
 _NOT_HERE = {
     "inner_optimizer": "the optimizer inside a group is that of config.optimizer.optimizer",
     "train_iters": "it is config.train.train_iters",
+    "load_newest_whole": "Megatron-Bridge names its last checkpoint in a file of its own. Use config.checkpoint.ckpt_step",
     **dict.fromkeys("lighthouse island island_address secret_file island_timeout island_wait sync_seconds".split(), _ISLANDS),
 }
 """Settings of the flags that are none under Megatron-Bridge, with the reason."""

@@ -22,7 +22,7 @@ from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
-from pier_megatron.integration.checkpoint.files import refusal
+from pier_megatron.integration.checkpoint.files import newest_whole, refusal
 from pier_megatron.integration.inner.requirements import scaled
 from pier_megatron.integration.refusals import check_experts, refuse_division_by_none
 from pier_megatron.integration.seams import register
@@ -185,8 +185,10 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     folder = None if args.load is None else stored_checkpoint(Path(args.load), args.ckpt_step)
     if folder is None:
         return None
-    if found := refusal(folder):
-        raise PierConfigError(found)
+    if config.load_newest_whole and not args.ckpt_step and (found := newest_whole(Path(args.load))):
+        folder = stored_checkpoint(Path(args.load), found[0]) or folder
+    if refused := refusal(folder):
+        raise PierConfigError(refused)
     metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder)) or {}
     if ENTRY not in metadata:
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"

@@ -24,7 +24,7 @@ from pier_megatron.integration import (
     votes,
 )
 from pier_megatron.integration.checkpoint import files, formats, groups_files, helpers, hooks
-from pier_megatron.integration.inner import torch_adam
+from pier_megatron.integration.inner import layer_wise, torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
@@ -103,6 +103,10 @@ def _with_muon(args: argparse.Namespace) -> bool:
     return uses_pier(args) and args.optimizer != "adam"
 
 
+def _is_layer_wise(args: argparse.Namespace) -> bool:
+    return _with_muon(args) and getattr(args, "use_layer_wise_distributed_optimizer", False)
+
+
 WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets.compile_unless_shipped),)
 """What the launcher replaces in every run."""
 
@@ -147,6 +151,7 @@ TABLE = (
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, used_by=_with_muon, until="0.17"),
+    Seam(layer_wise.BUILDERS, "_ddp_wrap", layer_wise.lay_out, used_by=_is_layer_wise, since="0.19"),
     Seam(_TRAINING, "train", training.train, used_by=_in_elastic_islands),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration, used_by=_skips_iterations),
@@ -191,6 +196,7 @@ NEEDED = (
     Needed("megatron.core.optimizer", "Adam ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
     Needed(_LAYER_WISE, "LayerWiseDistributedOptimizer"),
+    Needed(_LAYER_WISE, "tag_params_for_buffer_routing", since="0.19"),
     Needed(
         _PARALLEL_STATE,
         "get_context_parallel_group get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
@@ -215,6 +221,7 @@ NEEDED = (
     Needed("megatron.core.transformer.transformer_block", "TransformerBlock get_num_layers_to_build"),
     Needed("megatron.core.utils", "get_model_config unwrap_model"),
     Needed(_ARGUMENTS, "core_transformer_config_from_args parse_args"),
+    Needed("megatron.training.checkpointing", "read_metadata"),
     Needed("megatron.training.global_vars", "_GLOBAL_ARGS get_args get_signal_handler get_tensorboard_writer get_wandb_writer"),
     Needed(
         "megatron.training.theoretical_memory_usage",

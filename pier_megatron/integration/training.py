@@ -24,6 +24,7 @@ from pier_megatron.integration.all_groups import AllGroups
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
+from pier_megatron.integration.inner.layer_wise import check_laid_out
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
     DataIterator,
@@ -84,6 +85,7 @@ def with_outer_loop(
     from pier_megatron.integration.optimizer import PierOptimizer
 
     config = config_from_args(args)
+    check_laid_out(optimizer)
     members = owners(optimizer, model_chunks)
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]

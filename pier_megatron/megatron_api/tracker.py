@@ -13,5 +13,5 @@ def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None
     tracker = tracker_of(folder)
     if not tracker.exists():
         return None
-    saved = str(iteration) if iteration else tracker.read_text().strip()
+    saved = str(iteration) if iteration else tracker.read_text(errors="replace").strip()
     return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)

@@ -5,8 +5,11 @@ import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import multiprocessing
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -37,6 +40,7 @@ from pier_megatron.experiments.compression import activations, layout, tensor_pa
 from pier_megatron.integration import current, own_world, training
 from pier_megatron.integration.checkpoint import description as checkpoint
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
+from pier_megatron.megatron_api.tracker import tracker_of
 from pier_megatron.outer import state as outer_state
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -61,6 +65,47 @@ def _losses_are_averaged(directory: Path) -> Patch:
         return mean, {"lm loss": average([mean])[0]}
 
     return mock.patch.object(pretrain_bytes, "_loss", loss)
+
+
+def _the_script_reduces(directory: Path) -> Patch:
+    """In every micro-batch: over all ranks that it knows, and, as pretrain_gpt.py of core_r0.12, over data-parallel ones."""
+    forward_step = pretrain_bytes.forward_step
+
+    def reducing(batches: Any, model: Any) -> Any:
+        optimizer = current.pier_optimizer()
+        assert optimizer is not None
+        # Evaluation is of all groups.
+        is_local = model.training and optimizer.loop.is_local
+        over_all, over_data_parallel = torch.ones(1000), torch.ones(1000)
+        dist.all_reduce(over_all)
+        dist.all_reduce(over_data_parallel, group=parallel_state.get_data_parallel_group())
+        assert over_all[0] == dist.get_world_size() == 2
+        assert over_data_parallel[0] == (2 if is_local else 4)
+        return forward_step(batches, model)
+
+    return mock.patch.object(pretrain_bytes, "forward_step", reducing)
+
+
+def _imported(name: str) -> Callable[[Path], Patch]:
+    """A module has imported one of Megatron's functions by name, before arguments were parsed, and calls that one."""
+
+    @contextlib.contextmanager
+    def by_name(directory: Path) -> Iterator[None]:
+        set_up, replaced = megatron_training.setup_model_and_optimizer, getattr(megatron_training, name)
+
+        @functools.wraps(set_up)
+        def then_by_name(*args: Any, **kwargs: Any) -> Any:
+            result = set_up(*args, **kwargs)
+            setattr(megatron_training, name, inspect.unwrap(replaced))
+            return result
+
+        with mock.patch.object(megatron_training, "setup_model_and_optimizer", then_by_name):
+            try:
+                yield
+            finally:
+                setattr(megatron_training, name, replaced)
+
+    return by_name
 
 
 @contextlib.contextmanager
@@ -283,12 +328,11 @@ def _newer_plugin(directory: Path) -> Patch:
 
 
 def _damaged(damage: Callable[[Path], None], iteration: int) -> Callable[[Path], Patch]:
-    """Damages a checkpoint before the run loads it."""
+    """Damages a checkpoint before the run loads it, which no rank does before this one takes part."""
 
     def strike(directory: Path) -> Patch:
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             damage(directory / "damaged" / f"iter_{iteration:07d}")
-        dist.barrier()
         return contextlib.nullcontext()
 
     return strike
@@ -314,6 +358,12 @@ def _truncate_a_file(folder: Path) -> None:
     path = max(folder.glob("*.distcp"))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
+
+
+def _remove_a_group(folder: Path) -> None:
+    """The files of a group are gone, and the job was killed while it named its last checkpoint."""
+    shutil.rmtree(folder / "group_1")
+    tracker_of(folder.parent).write_text("")
 
 
 def _other_weights(directory: Path) -> Patch:
@@ -389,12 +439,16 @@ _ALL = {
     "Transformer Engine 2.0": lambda directory: te_stand_in.in_place("2.0"),
     "halves rounded up": lambda directory: te_stand_in.halves_rounded_up(),
     "losses are averaged in every micro-batch": _losses_are_averaged,
+    "the script reduces by itself": _the_script_reduces,
+    "train_step is imported by name": _imported("train_step"),
+    "save_checkpoint is imported by name": _imported("save_checkpoint"),
     "sequences are packed": _sequences_are_packed,
     "ends for a rerun at 4": _ends_for_a_rerun,
     "a newer plugin": _newer_plugin,
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),
     "a file is truncated": _damaged(_truncate_a_file, 9),
+    "a group is missing, and the tracker is empty": _damaged(_remove_a_group, 12),
     "other weights in group 1": _other_weights,
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,

@@ -48,7 +48,11 @@ _LAYOUTS = {
 }
 _SABOTAGE = {
     "quantised gather": ["parameters in tensorwise"],
-    "losses averaged by the script": ["losses are averaged in every micro-batch", "sequences are packed"],
+    "losses averaged by the script": [
+        "losses are averaged in every micro-batch",
+        "sequences are packed",
+        "the script reduces by itself",
+    ],
     "sparse attention": ["an indexer has losses"],
     "one group asleep": ["group 1 waits for group 0"],
 }
@@ -83,6 +87,13 @@ def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded
 def test_lazy_start_and_outer_steps_do_cross(runs: dict[str, Recorded], layout: str) -> None:
     for iteration in (2, 6 if _LONGER in _LAYOUTS[layout] else _SYNC):
         assert crossing(runs[layout], iteration)
+
+
+def test_what_a_script_reduces_by_itself_stays_inside_the_group(runs: dict[str, Recorded]) -> None:
+    for rank in runs["losses averaged by the script"].ranks:
+        own = tuple(member for member, group in rank["group_of"].items() if group == rank["group"])
+        # Over all ranks that it knows and over data-parallel ones, in each of two micro-batches; a thousand FP32 numbers.
+        assert sum(found.ranks == own and found.nbytes == 4000 for found in rank["census"][_SILENT[0]]) == 4
 
 
 def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: dict[str, Recorded]) -> None:

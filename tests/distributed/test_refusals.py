@@ -67,6 +67,16 @@ _REFUSED = {
         ["a node without memory"],
         ["--pier-offload: the outer state of the 4 ranks on this node takes", "GB are available", "fewer ranks per node"],
     ),
+    "train_step imported by name": (
+        _PIER,
+        ["train_step is imported by name"],
+        ["BypassedError: Pier was left out of train_step", "no outer step", "Call it as megatron.training.training.train_step"],
+    ),
+    "save_checkpoint imported by name": (
+        _PIER + "--save {directory}/bypassed --save-interval 1",
+        ["save_checkpoint is imported by name"],
+        ["BypassedError: Pier was left out of save_checkpoint", "the checkpoint would lack the groups' own state"],
+    ),
     "same data after a resume": (_PIER + _LOAD, ["all groups read the same"], ["Groups 0 and 1 read identical data"]),
     "same data": (_PIER, ["all groups read the same"], ["Groups 0 and 1 read identical data", "get_data_parallel_rank"]),
 }
@@ -85,6 +95,12 @@ _RUNS = [
     Run(
         "longer",
         _PIER + _LOAD + "--train-iters 15 --pier-lazy-start-iters 6 --pier-override-checkpoint --override-opt_param-scheduler",
+    ),
+    # The bit is flipped back.
+    Run(
+        "newest whole",
+        _PIER + _DAMAGED + "--pier-load-newest-whole",
+        sabotage=["a bit of the momentum is flipped", "a group is missing, and the tracker is empty"],
     ),
     Run("accepted", _BASE + _LOAD + "--pier-sync-interval 2 --pier-lazy-start-iters 6 --pier-override-checkpoint"),
     Run(
@@ -115,6 +131,13 @@ def test_all_groups_bad_is_a_clear_stop(runs: dict[str, Recorded]) -> None:
 def test_changes_can_be_accepted(runs: dict[str, Recorded]) -> None:
     assert set(runs["accepted"].losses) == {10, 11, 12}
     assert set(runs["longer"].losses) == {*range(10, 16)}
+
+
+def test_newest_whole_checkpoint_is_loaded_by_all_groups(runs: dict[str, Recorded]) -> None:
+    run = runs["newest whole"]
+    assert set(run.losses) == {*range(4, 13)}
+    assert "latest_checkpointed_iteration.txt is empty. --pier-load-newest-whole takes iteration 3, the newest" in run.printed
+    assert "Pier resumes exactly from iteration 3" in run.printed
 
 
 def test_moments_of_a_group_that_is_not_finite_are_replaced(runs: dict[str, Recorded]) -> None:

@@ -45,6 +45,10 @@ def pier(groups: int) -> list[str]:
     return [*settings.split(), str(groups)]
 
 
+def minor_of(checkout: Path) -> str:
+    return re.search(r"^MINOR = (\d+)", (checkout / "megatron/core/package_info.py").read_text(), re.MULTILINE).group(1)
+
+
 def losses(log: str) -> list[str]:
     """What Megatron printed, to the last digit: loss and gradient norm of each iteration."""
     return re.findall(r"lm loss: (\S+) .*?grad norm: \S+", log)
@@ -63,7 +67,9 @@ def check(pier_log: str, stock_log: str) -> None:
 
 
 @pytest.fixture(params=_CHECKOUTS, ids=lambda path: path.name)
-def checkout(request: pytest.FixtureRequest) -> Path:
+def checkout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The warm processes have imported the installed release.
+    monkeypatch.setenv("PIER_TEST_WARM", "")
     return request.param
 
 
@@ -78,11 +84,25 @@ def test_checkout_with_its_own_package(checkout: Path, tmp_path: Path, layout: s
     check(*logs)
 
 
+def test_muon_whole_and_layer_wise(checkout: Path, tmp_path: Path) -> None:
+    script, muon = checkout / "pretrain_gpt.py", ["--muon-fp32-matmul-prec", "high"]
+    inside = [*pier(2), "--pier-inner-optimizer", "muon", *muon]
+    whole = train(checkout, tmp_path, "whole", script, *inside)
+    check(whole, train(checkout, tmp_path, "stock", script, "--optimizer", "muon", *muon))
+    if minor_of(checkout) == "17":
+        # Pier refuses its layer-wise optimizer.
+        return
+    # Stock Megatron gathers parts of unequal length with the script of 0.19, which gloo refuses.
+    layer_wise = train(checkout, tmp_path, "layer-wise", script, *inside, "--use-distributed-optimizer")
+    check(layer_wise, layer_wise)
+    one, other = ([float(loss) for loss in losses(log)] for log in (layer_wise, whole))
+    assert one == pytest.approx(other, rel=2e-4)
+
+
 def test_scripts_of_a_checkout_with_the_package_of_the_wheel(checkout: Path, tmp_path: Path) -> None:
     for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
         shutil.copy(checkout / name, tmp_path)
-    version = (checkout / "megatron/core/package_info.py").read_text()
-    minor = re.search(r"^MINOR = (\d+)", version, re.MULTILINE).group(1)
+    minor = minor_of(checkout)
     release = {"17": Path(sys.prefix) / "megatron-0.17.1", "18": Path(sys.prefix) / "megatron-0.18.2"}.get(minor)
     if minor == "17":
         # The scripts of 0.17 import megatron.legacy, which its wheel does not have.
@@ -100,8 +120,7 @@ def test_scripts_of_a_checkout_with_the_package_of_the_wheel(checkout: Path, tmp
 def test_patched_checkout_without_the_launcher(checkout: Path, tmp_path: Path) -> None:
     patched = tmp_path / "patched"
     shutil.copytree(checkout, patched, ignore=shutil.ignore_patterns(".git", "tests", "docs", "images"))
-    version = (checkout / "megatron/core/package_info.py").read_text()
-    minor = re.search(r"^MINOR = (\d+)", version, re.MULTILINE).group(1)
+    minor = minor_of(checkout)
     patch = REPOSITORY / "patches" / f"megatron-lm-0.{minor}.patch"
     subprocess.run(["git", "apply", str(patch)], cwd=patched, check=True)
     # All that stands in for a GPU here: every Python of the run emulates one before it does anything else.

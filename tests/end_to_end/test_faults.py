@@ -1,6 +1,7 @@
 """Faults of jobs on clusters: nothing is lost beyond the last save, nothing hangs."""
 
 import contextlib
+import re
 import signal
 import time
 from pathlib import Path
@@ -44,19 +45,36 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() == 8
     seen |= attempt.losses()
 
-    # The disk is full.
-    attempt = job.run(faults=[{"fault": "disk is full", "rank": 1, "iteration": 16}])
-    assert attempt.wait() != 0
-    assert "Pier: the checkpoint of iteration 16 is not whole. The ones before stay as they are" in attempt.log
-    assert "Pier resumes exactly from iteration 8" in attempt.log
-    assert job.last_saved() == 8
-    seen |= attempt.losses()
+    # The disk is full where one group writes, then where the other does: no rank waits, and the checkpoint before is loaded.
+    for rank in (1, 0):
+        attempt = job.run(faults=[{"fault": "disk is full", "rank": rank, "iteration": 16}])
+        assert attempt.wait() != 0
+        assert "Pier: the checkpoint of iteration 16 is not whole. The ones before stay as they are" in attempt.log
+        assert "Pier resumes exactly from iteration 8" in attempt.log
+        assert job.last_saved() == 8
+        seen |= attempt.losses()
 
     # The job ends by itself between outer steps, with an asynchronous save.
     attempt = job.run(flags=f"{_BEHIND_TRAINING} --exit-interval 13")
     assert attempt.wait() == 0, attempt.log[-5000:]
     assert "scheduled an async checkpoint save at iteration      13" in attempt.log
     assert "model weights are the anchor" in attempt.log
+    assert job.last_saved() == 13
+    seen |= attempt.losses()
+
+    # What writes the checkpoints of a rank is killed: the rank ends, and says why.
+    waits = [{"fault": "waits", "rank": rank, "iteration": 15} for rank in (0, 1)]
+    with job.started(faults=waits, flags=_BEHIND_TRAINING) as attempt:
+        attempt.wait_for_iteration(14)
+        rank = psutil.Process(int((tmp_path / "job" / "rank1.pid").read_text()))
+        # The child of the server that forks it.
+        children = [child for child in rank.children(recursive=True) if "forkserver" in " ".join(child.cmdline())]
+        [helper] = [child for child in children if child.ppid() != rank.pid]
+        helper.kill()
+        (tmp_path / "go on with 15").touch()
+        assert attempt.wait(60) != 0
+    ended = r"Pier: rank 1 ends: .* which helps it save checkpoints, was killed by signal 9\."
+    assert re.search(ended, attempt.log), attempt.log[-5000:]
     assert job.last_saved() == 13
     seen |= attempt.losses()
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
 
 from pier_megatron import PierConfig
 from pier_megatron.commands import planned_job
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint import stored_run
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
-from pier_megatron.integration.checkpoint.files import damage
+from pier_megatron.integration.checkpoint.files import damage, newest_whole
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
@@ -157,6 +158,33 @@ def test_files_that_are_missing_or_short(folder: Path) -> None:
     assert f"{data.name} has {size // 2:,} of" in str(damage(folder))
     data.unlink()
     assert damage(folder) == f"{data.name} is missing"
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert newest_whole(tmp_path) is None
+    groups = {3: ["pier.group_0.rank_0.objects", "pier.group_1.rank_0.objects"]}
+    groups |= {6: groups[3], 9: groups[3][:1], 12: ["weight"]}
+    for number, keys in groups.items():
+        path = tmp_path / f"iter_{number:07d}"
+        dcp.save({key: torch.ones(3) for key in keys}, checkpoint_id=path, no_dist=True)
+    described_as = {"pier": {"settings": {"groups": 2}, "island": None}}
+    monkeypatch.setattr(dist_checkpointing, "load_content_metadata", lambda folder: described_as)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("12")
+    assert newest_whole(tmp_path) is None
+    (tmp_path / "iter_0000012/.metadata").unlink()
+    number, said = newest_whole(tmp_path)
+    # Group 1 had not ended its part of iteration 9.
+    assert number == 6
+    assert "iter_0000012: .metadata cannot be read" in said
+    assert damage(tmp_path / "iter_0000009") == "its save has not ended: groups [1] are not in .metadata"
+    for content in (b"", b"\xff\x00", b"15"):
+        tracker.write_bytes(content)
+        assert newest_whole(tmp_path)[0] == 6
+    for number in (3, 6):
+        (tmp_path / f"iter_{number:07d}/.metadata").unlink()
+    with pytest.raises(PierConfigError, match="none of the 4 checkpoints there is whole, as --pier-load-newest-whole needs"):
+        newest_whole(tmp_path)
 
 
 # Each raises something else.

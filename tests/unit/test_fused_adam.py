@@ -9,7 +9,11 @@ import pytest
 import te_stand_in
 import torch
 from megatron.core import fp8_utils
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.training.models import dist_utils
 from quantised_parameters import RECIPES, QuantizedTensor
 
 from pier_megatron.config import PierConfig
@@ -17,6 +21,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration import refusals
 from pier_megatron.integration.copies import bits_of
+from pier_megatron.integration.inner import layer_wise
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled
 from pier_megatron.integration.inner.whole import WholeOptimizer
@@ -178,6 +183,30 @@ def given(**changes: object) -> argparse.Namespace:
 def test_what_is_there_is_enough() -> None:
     for settings in ({}, {"use_distributed_optimizer": True}, {"pier_inner_optimizer": None, "fp16": True}):
         refusals.refuse_for_inner_optimizer(given(**settings))
+
+
+def test_buffers_of_a_model_builder_are_laid_out_for_the_layer_wise_optimizer() -> None:
+    matrix, bias = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    stock = DistributedDataParallelConfig(use_distributed_optimizer=False)
+
+    def wrap(model: object, random_init: bool, ddp_config: DistributedDataParallelConfig) -> tuple[object, bool]:
+        return dist_utils.DistributedOptimizer, ddp_config.use_distributed_optimizer
+
+    found = layer_wise.lay_out(wrap, [mock.Mock(parameters=lambda: [matrix, bias])], False, ddp_config=stock)
+    assert found == (LayerWiseDistributedOptimizer, True)
+    assert [parameter.is_managed_by_layer_wise_optimizer for parameter in (matrix, bias)] == [True, False]
+    assert (dist_utils.DistributedOptimizer, stock.use_distributed_optimizer) == (DistributedOptimizer, False)
+
+
+def test_layer_wise_optimizer_without_a_layout_is_refused() -> None:
+    built = LayerWiseDistributedOptimizer.__new__(LayerWiseDistributedOptimizer)
+    built.chained_optimizers = []
+    for is_laid_out, ranks in ((True, 2), (False, 1)):
+        built.use_buffer_param_sync, built.dp_cp = is_laid_out, mock.Mock(size=lambda ranks=ranks: ranks)
+        layer_wise.check_laid_out(built)
+    built.dp_cp = mock.Mock(size=lambda: 2)
+    with pytest.raises(PierConfigError, match=r"the 2 data-parallel ranks .* unequal length.*or drop --use-distributed-opt"):
+        layer_wise.check_laid_out(mock.Mock(chained_optimizers=[built]))
 
 
 def test_package_that_is_missing_is_named() -> None:

@@ -1,6 +1,6 @@
 """The files of a checkpoint, before anything is read from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current
+from pier_megatron.integration.checkpoint.description import ENTRY, group_prefix
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
+from pier_megatron.settings import flag_of
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -42,10 +46,41 @@ def refusal(folder: Path) -> str | None:
     if found is None:
         return None
     what = f"{folder} is damaged: {found}" if folder.is_dir() else f"{folder.parent}: there is no {folder.name}"
-    whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
+    whole = [str(number) for number, path in sorted(_stored(folder.parent).items()) if not damage(path)]
     return (
-        f"--load {what}. Choose another iteration with --ckpt-step; whole ones there: "
-        f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
+        f"--load {what}. Choose another iteration with --ckpt-step; whole ones there: {', '.join(whole) or 'none'}. "
+        f"{flag_of('load_newest_whole')} takes the newest of them."
+    )
+
+
+def _stored(root: Path) -> dict[int, Path]:
+    """Folders of checkpoints by their iterations."""
+    found = {path.name.removeprefix("iter_"): path for path in root.glob("iter_*")}
+    return {int(number): path for number, path in found.items() if number.isdigit()}
+
+
+def newest_whole(root: Path) -> tuple[int, str] | None:
+    """The checkpoint to load from a ``--load`` folder instead of the last one, and what to log of it.
+
+    Returns:
+        None if the last one is whole, or nothing was saved.
+
+    Raises:
+        PierConfigError: If none is whole.
+    """
+    last, stored, given = stored_checkpoint(root), _stored(root), flag_of("load_newest_whole")
+    if last is None:
+        return None
+    found = damage(last) if last in stored.values() or last.name == "release" else "there is no such checkpoint"
+    if found is None:
+        return None
+    wrong = f"{tracker_of(root).name} " + ("is empty" if last == root else f"names {last.name}: {found}")
+    for number in sorted(stored, reverse=True):
+        if not damage(stored[number]):
+            return number, f"Pier: --load {root}: {wrong}. {given} takes iteration {number}, the newest that is whole."
+    raise PierConfigError(
+        f"--load {root}: {wrong}, and none of the {len(stored)} checkpoints there is whole, as {given} needs. Restore one of "
+        "them, or drop --load to begin again."
     )
 
 
@@ -53,9 +88,11 @@ def damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
     sizes: dict[str, int] = {}
     try:
-        for place in FileSystemReader(folder).read_metadata().storage_data.values():
+        metadata = FileSystemReader(folder).read_metadata()
+        for place in metadata.storage_data.values():
             sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
         found = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in sizes}
+        prefixes = {".".join(key.split(".")[:2]) for key in metadata.state_dict_metadata}
     except Exception as error:
         # A damaged pickle raises whatever the code that its bytes happen to name raises. Any of it in this rank alone would
         # leave the others waiting.
@@ -66,4 +103,17 @@ def damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if there < size:
             return f"{name} has {there:,} of {size:,} bytes"
-    return None
+    return _groups_missing(folder, prefixes)
+
+
+def _groups_missing(folder: Path, there: Collection[str]) -> str | None:
+    """Which groups the metadata does not list: the job has ended after the first one had saved, and before all had."""
+    if group_prefix(0) not in there:
+        return None
+    try:
+        saved = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder))[ENTRY]
+        groups = 1 if saved["island"] is not None else saved["settings"]["groups"]
+    except Exception as error:
+        return f"its description cannot be read ({type(error).__name__}: {error})"
+    missing = [group for group in range(groups) if group_prefix(group) not in there]
+    return f"its save has not ended: groups {missing} are not in .metadata" if missing else None

@@ -87,6 +87,8 @@ def save_in_one_folder(
     changed: dict[str, object] = {"verify_integrity": False} if verifies else {}
     if launch.group:
         launch.store.wait([_key(number, 0)], _time_out())
+        if (said := launch.store.get(_key(number, 0)).decode()) != _DONE:
+            raise RuntimeError(f"{checkpoint_dir}: group 0 could not save its part: {said}")
         state = {"optimizer": {ENTRY: state["optimizer"][ENTRY]}}
         changed[_LOOKS_AT_COMMON] = None
     else:
@@ -129,7 +131,12 @@ def finalize_when_all_have_saved[**P](
         dist.broadcast(are_there, 0)
         if not are_there:
             return
-    finalize(*args, **kwargs)
+    try:
+        finalize(*args, **kwargs)
+    except BaseException as error:
+        for number in pending:
+            _tell(number, f"{type(error).__name__}: {error}")
+        raise
 
 
 def _announcing(number: int, preprocess: Callable[[object], object] | None) -> Callable[[object], object]:

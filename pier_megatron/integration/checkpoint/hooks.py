@@ -1,10 +1,14 @@
 """Hooks the plugin into how Megatron saves and loads checkpoints."""
 
+import argparse
 import contextlib
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -13,7 +17,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, own_world, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES
-from pier_megatron.integration.checkpoint.files import refusal
+from pier_megatron.integration.checkpoint.files import newest_whole, refusal
 from pier_megatron.integration.checkpoint.groups_files import folder_of_group
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
@@ -96,17 +100,40 @@ def _of_group(loop: OuterLoop, given: Mapping[str, object]) -> dict[str, str]:
     return {"save": folder} | ({} if apart is None else {_APART: folder})
 
 
+def _takes_another(settings: argparse.Namespace) -> bool:
+    return bool(settings.load and getattr(settings, "pier_load_newest_whole", False) and not settings.ckpt_step)
+
+
+def _instead_of_the_last(loop: OuterLoop, root: Path) -> int:
+    """Iteration to load instead of the last one, the same in all groups of the launch; 0 if the last one is whole."""
+    chosen, said = torch.zeros(1, dtype=torch.int64, device=loop.device), f"--load {root}: no checkpoint there is whole."
+    if own_world.launch().rank == 0:
+        try:
+            if (found := newest_whole(root)) is not None:
+                chosen[0], how = found
+                print(how, file=sys.stderr, flush=True)
+        except PierConfigError as error:
+            # The other ranks would wait for this one.
+            chosen[0], said = -1, str(error)
+    dist.broadcast(chosen, 0)
+    iteration = int(loop.exchange.gather(chosen).result()[0])
+    if iteration < 0:
+        raise PierConfigError(said)
+    return iteration
+
+
 @current.in_pier_runs
 def load[**P](
     load_checkpoint: Callable[P, tuple[int, float]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> tuple[int, float]:
     """Loads the model, the groups' own state and the outer state."""
     loop, place, settings = pier.loop, _place(pier), versions.megatron_args()
-    folder = {}
+    folder, takes = {}, _takes_another(settings)
     if loop.config.island is not None and settings.load is not None:
         # With --finetune all begin from the same weights, whoever saved them.
         accepts_changes = loop.config.override_checkpoint or settings.finetune
-        folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes))}
+        folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes, takes))}
+    taken = _instead_of_the_last(loop, Path(folder.get("load", settings.load))) if takes else 0
     missing: list[str | None] = [None]
     if settings.load and settings.ckpt_step and getattr(settings, "non_persistent_ckpt_type", None) is None:
         chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step)
@@ -117,7 +144,13 @@ def load[**P](
         raise PierConfigError(missing[0])
     loading = Loading(place, loop)
     try:
-        with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(folder):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(versions.replaced(pier, {"loading": loading}))
+            stack.enter_context(versions.with_megatron_args(folder))
+            if taken:
+                # It would read the file that names the last one, and end without an error if that is empty.
+                checkpointing = importlib.import_module("megatron.training.checkpointing")
+                stack.enter_context(versions.replaced(checkpointing, {"read_metadata": lambda _: (taken, False)}))
             result = load_checkpoint(*args, **kwargs)
     except PierConfigError:
         raise

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from pier_megatron.integration.checkpoint.description import ENTRY, Metadata
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.tracker import stored_checkpoint
+from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 
 _ISLANDS = "islands"
 
@@ -16,7 +16,7 @@ def folder_of_island(folder: Path, index: int) -> Path:
     return folder / _ISLANDS / str(index) if index else folder
 
 
-def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Path:
+def find(root: Path, island: int, step: int | None, accepts_changes: bool, takes_whole: bool = False) -> Path:
     """Finds the folder that an island loads from; called by all its ranks.
 
     Args:
@@ -24,6 +24,7 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Pa
         island: Number of the island.
         step: Iteration that the user has asked for; None for the last one.
         accepts_changes: Whether the user allows the run to continue with other settings.
+        takes_whole: Whether an older checkpoint will do if the last one is damaged.
 
     Returns:
         The island's own folder, or the shared one where groups of one launch have saved. If another island has saved there, the
@@ -32,7 +33,7 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Pa
     chosen = [root]
     if dist.get_rank() == 0:
         own, shared = folder_of_island(root, island), _island_of(root, step)
-        if _island_of(own, step) == island:
+        if _island_of(own, step) == island or (takes_whole and tracker_of(own).exists()):
             chosen = [own]
         elif shared is not None and step is None and not accepts_changes:
             print(
