@@ -9,13 +9,13 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2077,
+    "": 2081,
     "bridge": 546,
-    "commands": 3532,
-    "cpu": 623,
+    "commands": 3830,
+    "cpu": 640,
     "exchange": 1943,
     "experiments": 4500,
-    "integration": 5759,
+    "integration": 5807,
     "megatron_api": 505,
     "outer": 2691,
 }
