@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2081,
     "bridge": 546,
-    "commands": 3828,
+    "commands": 3829,
     "cpu": 640,
     "exchange": 1943,
     "experiments": 4500,
