@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub", ".job", ".pbs", ".template", ".qsub")
@@ -41,8 +41,8 @@ _END = "\x01"
 _NOBODY = 65534
 
 
-def launch_lines(script: Path, given: Sequence[str] = ()) -> Iterator[list[str]]:
-    """Yields the words of everything that a script would start, as far as it comes in seconds; ``given`` are its arguments."""
+def launch_lines(script: Path) -> Iterator[list[str]]:
+    """Yields the words of everything that a script would start, as far as it comes in seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o777)
@@ -60,7 +60,7 @@ def launch_lines(script: Path, given: Sequence[str] = ()) -> Iterator[list[str]]
         text = script.read_text(errors="replace")
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                ["/bin/bash", script.resolve(), *(given or _GIVEN)],
+                ["/bin/bash", script.resolve(), *_GIVEN],
                 env={"PATH": name, "HOME": name, "BASH_ENV": str(folder / "prelude"), "USER": "user", **allocation(text)},
                 cwd=script.parent,
                 stdin=subprocess.DEVNULL,

@@ -103,9 +103,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", action="store_true", help="the recipes of the installed Megatron-Bridge too")
     parser.add_argument("--words", metavar="NAME", help="print one of the command lines instead")
-    parser.add_argument("--given", type=str.split, default=[], metavar="WORDS", help="arguments of the launch scripts")
     options = parser.parse_args()
-    found = dict(command_lines(options.folder.resolve(), options.given))
+    found = dict(command_lines(options.folder.resolve()))
     if options.words:
         print(" ".join(found[options.words].arguments))
         return 0
@@ -118,8 +117,8 @@ def main() -> int:
     return int(any(answer.verdict == "broken" for answer in answers))
 
 
-def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str, Line]]:
-    """Yields each training, by the file that it is from; ``given`` are arguments of launch scripts."""
+def command_lines(folder: Path) -> Iterator[tuple[str, Line]]:
+    """Yields each training, by the file that it is from."""
     cases = sorted(folder.glob("tests/functional_tests/test_cases/*/*/model_config.yaml"))
     for path in cases:
         case = yaml.safe_load(path.read_text())
@@ -130,7 +129,7 @@ def command_lines(folder: Path, given: Sequence[str] = ()) -> Iterator[tuple[str
             yield str(path.parent.relative_to(path.parents[2])), Line(list(_flags(settings)), queues=queues)
     for path in sorted((folder / "examples" if cases else folder).rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and _SCRIPT.search(path.read_text(errors="replace")):
-            for number, words in enumerate(launch_lines(path, given)):
+            for number, words in enumerate(launch_lines(path)):
                 name = f"{path.relative_to(folder)}{f' ({number + 1})' if number else ''}"
                 with contextlib.chdir(path.parent):
                     line = _read(words, allocation(path.read_text(errors="replace")))
@@ -209,7 +208,7 @@ def asked(name: str, line: Line) -> Answer:
         return Answer(name, kind, "incomplete" if is_empty else "not read", [line.unread])
     try:
         words = _completed(line.arguments)
-        doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
+        doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)) if size.isdigit() else size)
         own = [line.ranks] if line.ranks and line.ranks % _least_ranks(words, 1) == 0 else []
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = line.queues or ("8" if "fsdp" in " ".join(doubled) else "1")
         # A script may count its ranks from hosts that are not there.
@@ -271,7 +270,7 @@ def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
 
 def _least_ranks(words: Sequence[str], on_a_node: int = _ON_A_NODE) -> int:
     given = (_value(words, f"--{size.replace('_', '-')}") for size in _SIZES)
-    return _ranks(*(None if size is None else int(size) for size in given), on_a_node=on_a_node)
+    return _ranks(*(int(size) if size and size.isdigit() else None for size in given), on_a_node=on_a_node)
 
 
 def _ranks(

@@ -17,8 +17,7 @@ from pier_megatron.integration import refusals
 from pier_megatron.integration.arguments import unknown_words
 from pier_megatron.megatron_api.args import uses_pier
 
-FORK = ". If it is of a fork or of another release of Megatron, run doctor in that checkout"
-"""Remedy for a flag that nobody seems to know."""
+_FORK = ". If it is of a fork or of another release of Megatron, run doctor in that checkout, or drop it."
 # Letters in common with a flag, as a share, from which on a word is that flag misspelt. Flags of forks have less in common.
 _LIKE = 0.9
 # Size of today's vocabularies.
@@ -177,6 +176,5 @@ def look_at_unknown(
             )
         else:
             misspelt += meant
-            elsewhere = f"{FORK}, or drop it." if not meant else ""
-            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{hint(meant) or elsewhere}")
+            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{hint(meant) or _FORK}")
     return misspelt

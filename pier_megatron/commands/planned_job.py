@@ -134,8 +134,9 @@ def as_rank_0(ranks: int, ranks_per_node: int, where: str = "Megatron refuses th
         except PierConfigError:
             raise
         except SystemExit:
-            # Below the usage.
-            raise PierConfigError(*output.getvalue().strip().rpartition(": error: ")[2].splitlines()) from None
+            # Below the usage, or last.
+            said, _, error = output.getvalue().strip().rpartition(": error: ")
+            raise PierConfigError(*error.splitlines()[0 if said else -1 :]) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
             raise PierConfigError(f"{where}: {str(error).strip() or _failed_check(error)}") from error
 

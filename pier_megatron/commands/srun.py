@@ -23,6 +23,7 @@ _SWITCHES = frozenset(
     "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
     "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
 )
+_LONGEST_SCRIPT = 1 << 20
 _SHELLS = ("bash", "sh", "zsh", "dash")
 # What stands before a command without changing the environment that it finds, or only by assignments in sight.
 _TRANSPARENT = re.compile(r"(ba|z|da)?sh|env|exec|export|python[\d.]*")
@@ -83,21 +84,24 @@ def through_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     unread = []
     for place, word in enumerate(words):
-        program = _program(word)
-        text = "" if program is None else Path(program).read_bytes().decode(errors="replace").replace("\\\n", " ")
-        for line in reversed(text.splitlines()):
-            if "\0" not in text and re.search(r"\$[@*]", line) and re.search(r"\b(python[\d.]*|torchrun)\b", line):
-                here = re.sub(r"\"?\$\{?[@*]\}?\"?", "\0", line)
-                split = _split(here, [word])
+        text = _text(word)
+        for line in reversed((text or "").replace("\\\n", " ").splitlines()):
+            if re.search(r"\$\{?[@*]", line) and re.search(r"\b(python[\d.]*|torchrun)\b", line):
+                split = _split(re.sub(r"\"?\$\{?[@*]\}?\"?", "\0", line), [word])
                 rest = words[place + 1 :]
                 return [*words[: place + 1], *(each for found in split for each in (rest if found == "\0" else [found]))], []
-        unread += [word] if program is None and word.endswith((".sh", ".bash")) else []
+        unread += [word] if text is None and word.endswith((".sh", ".bash")) else []
     return list(words), unread
 
 
-def _program(word: str) -> str | None:
-    """File of a program; a shell may be given one that nobody may execute."""
-    return shutil.which(word) or (word if Path(word).is_file() else None)
+def _text(word: str) -> str | None:
+    """Text of a script among the words, which a shell need not be able to execute; None for what is no text, such as images."""
+    program = shutil.which(word) or word
+    if not Path(program).is_file():
+        return None
+    with Path(program).open("rb") as file:
+        beginning = file.read(_LONGEST_SCRIPT)
+    return None if b"\0" in beginning else beginning.decode(errors="replace")
 
 
 def _split(text: str, where: Sequence[str]) -> list[str]:
@@ -159,12 +163,10 @@ def _wrapping(words: Sequence[str], between: Sequence[str]) -> tuple[str, str | 
     place, unread = _place_of_text(words), None
     wrapper = "" if place is None else words[place[1]]
     for word in between:
-        program = None if _TRANSPARENT.fullmatch(Path(word).name) else _program(word)
-        text = Path(program).read_bytes() if program else b""
-        if b"\0" in text:
-            unread = word
-        else:
-            wrapper += text.decode(errors="replace")
+        if not _TRANSPARENT.fullmatch(Path(word).name):
+            text = _text(word)
+            wrapper += text or ""
+            unread = word if text is None and shutil.which(word) else unread
     return wrapper, unread
 
 

@@ -145,6 +145,7 @@ def _first(iterations: int) -> int:
 
 
 def _has_exchange(config: PierConfig, iteration: int) -> bool:
-    """Whether an outer step begins at the end of an iteration, or one that began before is under way in it."""
+    """Whether groups meet at the end of an iteration, or an outer step that began before is under way in it."""
     earliest = max(iteration - config.overlap, 1)
-    return any(config.is_outer_step(begun) for begun in range(earliest, iteration + 1))
+    begins = any(config.is_outer_step(begun) for begun in range(earliest, iteration + 1))
+    return begins or config.is_site_average(iteration)

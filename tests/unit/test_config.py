@@ -252,6 +252,8 @@ def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:
         ({"sync_interval": 2, "overlap": 1}, 2, "as every iteration of this job"),
         ({"sync_interval": 4, "fragments": 4}, 2, "as every iteration of this job"),
         ({"sync_interval": 1}, 2, "as every iteration of this job"),
+        ({"sync_interval": 50, "groups": 4, "sites": 2, "site_interval": 2}, 3, "between outer steps"),
+        ({"sync_interval": 50, "groups": 4, "sites": 2, "site_interval": 1}, 2, "as every iteration of this job"),
         ({"sync_interval": 50, "train_iters": 3}, 2, "between outer steps"),
         ({"sync_interval": 50, "train_iters": 2}, 1, "between outer steps"),
     ],

@@ -68,10 +68,11 @@ def _build(args: argparse.Namespace, command: LaunchCommand, kind: str) -> None:
                 expert_tensor_parallel_size=of_expert,
                 create_gloo_process_groups=False,
             )
-            versions.require("megatron.core.tensor_parallel", "model_parallel_cuda_manual_seed")(args.seed)
+            importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(args.seed)
             stage = None if args.virtual_pipeline_model_parallel_size is None else 0
             with fake.FakeTensorMode(allow_non_fake_inputs=True):
-                versions.require(f"{kind}_builders", f"{kind}_builder")(args, True, stages == 1, vp_stage=stage, config=config)
+                builder = getattr(importlib.import_module(f"{kind}_builders"), f"{kind}_builder")
+                builder(args, True, stages == 1, vp_stage=stage, config=config)
         except (fake.UnsupportedFakeTensorException, fake.DataDependentOutputException, fake.DynamicOutputShapeException):
             # What needs numbers is seen at the start.
             return
