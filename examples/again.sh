@@ -38,9 +38,9 @@ queue_again() {
             echo "again.sh: saved and ended at a signal"
             exit 0
         fi
-        echo "again.sh: the time is over, job $job is queued again"
-        scontrol requeue "$job"
-        exit
+        echo "again.sh: the time is over"
+    else
+        echo "again.sh: failed with status $status" >&2
     fi
     # Where an elastic island saves.
     ((${SLURM_ARRAY_TASK_ID:-0} == 0)) || save+=/islands/$SLURM_ARRAY_TASK_ID
@@ -52,7 +52,7 @@ queue_again() {
     else
         echo "$(date --iso-8601=seconds) status $status" >> "$tries"
         if (($(wc -l < "$tries") > ${TRIES:-10})); then
-            echo "again.sh: failed $(wc -l < "$tries") times without a newer checkpoint, not queued again: see $tries" >&2
+            echo "again.sh: ended $(wc -l < "$tries") times without a newer checkpoint, not queued again: see $tries" >&2
             exit "$status"
         fi
         # torchrun reports 1 for a refusal as for any failure.
@@ -64,7 +64,7 @@ queue_again() {
                 ;;
         esac
     fi
-    echo "again.sh: failed with status $status, job $job is queued again"
+    echo "again.sh: job $job is queued again"
     scontrol requeue "$job"
     exit "$status"
 }

@@ -70,7 +70,9 @@ def _check(options: argparse.Namespace) -> None:
             f"--recipe {options.recipe} replaces the launch command, and starts nothing: drop the command and --start."
         )
     if options.recipe is None and not options.command:
-        raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ..., or a job script.")
+        raise PierConfigError(
+            "no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ..., or a job script."
+        )
     for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
         if options.recipe is None and given is not None:
             raise PierConfigError(f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node.")
