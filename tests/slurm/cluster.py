@@ -17,8 +17,8 @@ import psutil
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
-# Names of nodes are addresses of this machine, so they lead to it without an entry in its hosts file. GPUs are files, enough for
-# two jobs of four on each node. Requeued jobs wait until their old credential has expired.
+# Names of nodes are addresses of this machine, so they lead to it without an entry in its hosts file. GPUs are files, and there
+# are enough for two jobs of four on each node. Requeued jobs wait until their old credential has expired.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)

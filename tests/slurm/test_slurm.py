@@ -18,6 +18,7 @@ import pytest
 from launch import MODEL, REPOSITORY, data, environment
 from test_experts_script import EXPERTS, planned, started
 
+from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.experiments.experts.planned import Plan
 
 __all__ = ["planned"]
@@ -47,12 +48,14 @@ _FAILING = """#!/usr/bin/env bash
 ${CHECK:+true} srun --ntasks-per-node 1 bash -c 'exit 4'
 queue_again $? runs/a "$@"
 """
-_NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
+# Where a job lives whose node is killed, the recipe, and islands.
+_NODES = [f"127.0.0.{number}" for number in range(1, 7)]
+_LIFE, _WITH_LIMIT = (("--nodelist", ",".join(_NODES[first : first + 2])) for first in (0, 2))
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[cluster.Cluster]:
-    """A cluster of four nodes."""
+    """A cluster of six nodes."""
     with cluster.Cluster(len(_NODES)) as running:
         yield running
 
@@ -145,18 +148,18 @@ def on_cpu(script: str, corpus: tuple[Path, Path], flags: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def recipe(slurm: cluster.Cluster, corpus: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Submitted:
+def recipe(slurm: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitted:
     """The recipe's job with a time limit, on the last two nodes; it runs out of time while other tests run."""
     folder = tmp_path_factory.mktemp("recipe")
     job = Submitted(slurm, folder / "job", "", 10)
     for name in ("checkout", "data/tokenizer"):
         (folder / name).mkdir(parents=True)
     (folder / "checkout" / "pretrain_gpt.py").symlink_to(_PRETRAIN)
-    for suffix in ("bin", "idx"):
-        (folder / "data" / f"text.{suffix}").symlink_to(f"{corpus[0]}.{suffix}")
+    # Documents for each part of the split: Megatron waits for ever on an empty one.
+    write_documents(folder / "data" / "text", [REPOSITORY / "LICENSE"] * 10)
     job.variables |= {"MEGATRON_LM_PATH": str(folder / "checkout"), "DATA": str(folder / "data"), "RUNS": str(folder / "runs")}
     job.variables |= {"DEVICE": "cpu", "GPUS_PER_NODE": "1", "GRACE": "60"}
-    job.submit("--time", "3", *_IN_TIME, *("--nodelist", ",".join(_NODES[2:])), words=_RECIPE, folder=_EXAMPLES)
+    job.submit("--time", "3", *_IN_TIME, *_WITH_LIMIT, words=_RECIPE, folder=_EXAMPLES)
 
     def answer() -> None:
         job.wait_for("death signal", seconds=240)
@@ -166,6 +169,44 @@ def recipe(slurm: cluster.Cluster, corpus: tuple[Path, Path], tmp_path_factory: 
     return job
 
 
+@contextlib.contextmanager
+def lighthouse(port: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """The rendezvous server of three islands."""
+    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", "3", "--port", str(port)]
+    process = subprocess.Popen([*command, "--heartbeat-timeout", "2"], env=os.environ | {"RUST_LOG": "error"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def islands(
+    slurm: cluster.Cluster, corpus: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Submitted, "subprocess.Popen[bytes]", int]]:
+    """An array of three islands, which wait before their tenth iteration; their lighthouse, and its port."""
+    port = forked_ranks.free_port()
+    script = on_cpu(_ISLANDS, corpus, "--pier-island-timeout 60")
+    for old, new in {
+        "http://10.0.0.1:29510": f"http://127.0.0.1:{port}",
+        "29500": str(forked_ranks.free_port()),
+        "--pier-groups 4": "--pier-groups 3",
+        "--global-batch-size 8": "--global-batch-size 12",
+        " --pier-secret-file pier.secret": "",
+        "export MASTER": "export PIER_TEST_FOLDER=$PIER_TEST_FOLDER/$SLURM_ARRAY_TASK_ID\nexport MASTER",
+    }.items():
+        assert old in script
+        script = script.replace(old, new)
+    job = Submitted(slurm, tmp_path_factory.mktemp("islands") / "job", script, 10, 18, 26)
+    for island in "012":
+        (job.folder / "ranks" / island).mkdir()
+    with lighthouse(port) as process:
+        job.submit("--array", "0-2", "--nodes", "1", "--exclude", ",".join(_NODES[:4]))
+        yield job, process, port
+
+
+@pytest.mark.usefixtures("islands")
 def test_doctor_agrees_with_slurm(recipe: Submitted, corpus: tuple[Path, Path]) -> None:
     """What doctor refuses ends with status 2 and is not queued again; where it finds nothing, other tests see the job start."""
     slurm, folder = recipe.slurm, recipe.folder.parent
@@ -201,7 +242,7 @@ def test_life_of_a_job(recipe: Submitted, corpus: tuple[Path, Path], tmp_path: P
     slurm = recipe.slurm
     script = on_cpu(_PIER, corpus, "--pier-groups 2 --pier-lazy-start-iters 8")
     twin = Submitted(slurm, tmp_path / "twin", script)
-    here = ("--nodes", "2", "--nodelist", ",".join(_NODES[:2]))
+    here = ("--nodes", "2", *_LIFE)
     twin.submit(*here)
     job = Submitted(slurm, tmp_path / "job", script, 14, 18, 22)
     job.submit(*here)
@@ -234,41 +275,29 @@ def test_life_of_a_job(recipe: Submitted, corpus: tuple[Path, Path], tmp_path: P
     assert list(map(int, twin.losses())) == list(range(1, 33))
 
 
-def test_islands_of_an_array(recipe: Submitted, corpus: tuple[Path, Path], tmp_path: Path) -> None:
+def test_islands_of_an_array(slurm: cluster.Cluster, islands: tuple[Submitted, "subprocess.Popen[bytes]", int]) -> None:
     """One of three is killed and returns while the others continue; the lighthouse is killed and returns."""
-    slurm, port = recipe.slurm, forked_ranks.free_port()
-    script = on_cpu(_ISLANDS, corpus, "--pier-island-timeout 60").replace("http://10.0.0.1:29510", f"http://127.0.0.1:{port}")
-    own = "export PIER_TEST_FOLDER=$PIER_TEST_FOLDER/$SLURM_ARRAY_TASK_ID\nexport MASTER"
-    script = script.replace("--pier-groups 4", "--pier-groups 3").replace("export MASTER", own, 1)
-    script = script.replace("--global-batch-size 8", "--global-batch-size 12").replace("29500", str(forked_ranks.free_port()))
-    script = script.replace(" --pier-secret-file pier.secret", "")
-    job = Submitted(slurm, tmp_path / "islands", script)
-    for island in "012":
-        (job.folder / "ranks" / island).mkdir()
-    faults = [{"fault": "waits", "rank": 0, "iteration": iteration} for iteration in (10, 18, 26)]
-    job.variables |= {"PIER_TEST_FAULTS": json.dumps(faults)}
+    job, first, port = islands
 
     def wait_for_all(text: str) -> None:
         for island in "012":
             job.wait_for(text, task=island)
 
-    with lighthouse(port) as first:
-        number = job.submit("--array", "0-2", "--nodes", "1", "--exclude", ",".join(_NODES[2:]))
-        wait_for_all("iteration +9/")
-        job.kill(0, "1")
-        slurm.wait(f"{number}_1", "PENDING", "COMPLETING")
-        job.go_on(10)
-        job.wait_for("iteration +17/", task="0")
-        job.wait_for("Pier: 3 islands", times=2, task="1")
-        job.go_on(18)
-        wait_for_all("iteration +25/")
-        first.kill()
+    wait_for_all("iteration +9/")
+    job.kill(0, "1")
+    slurm.wait(f"{job.number}_1", "PENDING", "COMPLETING")
+    job.go_on(10)
+    job.wait_for("iteration +17/", task="0")
+    job.wait_for("Pier: 3 islands", times=2, task="1")
+    job.go_on(18)
+    wait_for_all("iteration +25/")
+    first.kill()
     job.go_on(26)
     with lighthouse(port):
         for island, restarts in (("0", "0"), ("1", "1"), ("2", "0")):
-            assert slurm.wait(f"{number}_{island}", "COMPLETED")["Restarts"] == restarts, job.log(island)
+            assert slurm.wait(f"{job.number}_{island}", "COMPLETED")["Restarts"] == restarts, job.log(island)
     assert "island 1 joins the others at iteration" in job.log("1")
-    assert f"job {number}_1 is queued again" in job.log("1")
+    assert f"job {job.number}_1 is queued again" in job.log("1")
 
 
 def test_time_limit(recipe: Submitted) -> None:
@@ -280,7 +309,7 @@ def test_time_limit(recipe: Submitted) -> None:
 
 def test_experts_of_an_array(slurm: cluster.Cluster, planned: Callable[..., Plan]) -> None:
     plan = planned(**{"nodes": 2, "ranks-per-expert": 8})
-    number = slurm.submit("--array", "1", "--nodelist", ",".join(_NODES[:2]), str(plan.folder / "train.sh"), folder=plan.folder)
+    number = slurm.submit("--array", "1", *_LIFE, str(plan.folder / "train.sh"), folder=plan.folder)
     slurm.wait(f"{number}_1", "COMPLETED")
     both = started(plan, EXPERTS[1])
     assert sorted(each["node"] for each in both) == ["0", "1"]
@@ -289,15 +318,3 @@ def test_experts_of_an_array(slurm: cluster.Cluster, planned: Callable[..., Plan
         assert launch.startswith(f"-m torch.distributed.run --node-rank {each['node']} --nnodes 2 --nproc-per-node 4 ")
         assert re.search(r"--master-addr 127.0.0.1 --master-port 2\d{4}$", launch)
     assert [expert.name for expert in plan.untrained()] == [EXPERTS[0], EXPERTS[2]]
-
-
-@contextlib.contextmanager
-def lighthouse(port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """The rendezvous server of three islands."""
-    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", "3", "--port", str(port)]
-    process = subprocess.Popen([*command, "--heartbeat-timeout", "2"], env=os.environ | {"RUST_LOG": "error"})
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
