@@ -11,8 +11,8 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2077,
     "bridge": 546,
-    "commands": 3532,
-    "cpu": 623,
+    "commands": 3689,
+    "cpu": 625,
     "exchange": 1943,
     "experiments": 4500,
     "integration": 5759,
