@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2077,
     "bridge": 546,
-    "commands": 3689,
+    "commands": 3690,
     "cpu": 625,
     "exchange": 1943,
     "experiments": 4500,

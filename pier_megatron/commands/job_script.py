@@ -137,5 +137,6 @@ def _asked(script: Path, words: Sequence[str], environment: dict[str, str]) -> l
             said = (run.stderr.strip() or run.stdout.strip() or "it prints nothing").splitlines()[-1]
             raise PierConfigError(f"{script}: it has ended with status {run.returncode} before its launch line: {said}")
         exported = Path(folder, "pier-launch-line.environment").read_text(errors="replace").split("\0")[:-1]
-        os.environ.update(pair.split("=", 1) for pair in exported if not pair.startswith(("CHECK=", "PATH=")))
+        pairs = (pair.partition("=") for pair in exported if not pair.startswith(("CHECK=", "PATH=")))
+        os.environ.update((name, value) for name, _, value in pairs)
         return found.read_text(errors="replace").split("\0")[:-1]

@@ -103,7 +103,7 @@ class Cluster:
                 _kill(psutil.Process(process.pid).children(recursive=True))
             process.kill()
             process.wait()
-        _kill(self.processes_of(*self._nodes))
+        _kill(self.processes_of())
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def slurm(self, *words: str, **variables: str) -> str:
@@ -131,11 +131,12 @@ class Cluster:
         self._start("slurmd", "-D", "-N", node, "-f", str(self._configuration))
 
     def processes_of(self, *nodes: str) -> Iterator[psutil.Process]:
-        """Processes of the jobs on some nodes, and what watches over them; they leave the daemons' trees."""
+        """Processes of the jobs on some nodes, or of all, and what watches over them; they leave the daemons' trees."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 variables = process.environ()
-                if variables.get("SLURM_CONF") == str(self._configuration) and variables.get("SLURMD_NODENAME") in nodes:
+                is_of_node = not nodes or variables.get("SLURMD_NODENAME") in nodes
+                if variables.get("SLURM_CONF") == str(self._configuration) and is_of_node:
                     parent = process.parent()
                     yield from [parent] if parent is not None and parent.name() == "slurmstepd" else []
                     yield process

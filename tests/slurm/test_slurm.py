@@ -67,7 +67,7 @@ class Submitted:
         """Writes the script.
 
         Args:
-            slurm: Where it runs.
+            slurm: Cluster that runs it.
             folder: Folder from which it is submitted, for all that it writes.
             script: Text of the script, or name of one in ``examples/``.
             waits: Iterations before which rank 0 waits for :meth:`go_on`.
