@@ -284,20 +284,21 @@ def test_islands_of_an_array(slurm: cluster.Cluster, islands: tuple[Submitted, "
             job.wait_for(text, task=island)
 
     wait_for_all("iteration +9/")
-    job.kill(0, "1")
-    slurm.wait(f"{job.number}_1", "PENDING", "COMPLETING")
+    # Of an array the last task has the number that stands for all.
+    job.kill(0, "2")
+    slurm.wait(f"{job.number}_2", "PENDING", "COMPLETING")
     job.go_on(10)
     job.wait_for("iteration +17/", task="0")
-    job.wait_for("Pier: 3 islands", times=2, task="1")
+    job.wait_for("Pier: 3 islands", times=2, task="2")
     job.go_on(18)
     wait_for_all("iteration +25/")
     first.kill()
     job.go_on(26)
     with lighthouse(port):
-        for island, restarts in (("0", "0"), ("1", "1"), ("2", "0")):
+        for island, restarts in (("0", "0"), ("1", "0"), ("2", "1")):
             assert slurm.wait(f"{job.number}_{island}", "COMPLETED")["Restarts"] == restarts, job.log(island)
-    assert "island 1 joins the others at iteration" in job.log("1")
-    assert f"job {job.number}_1 is queued again" in job.log("1")
+    assert "island 2 joins the others at iteration" in job.log("2")
+    assert f"job {job.number}_2 is queued again" in job.log("2")
 
 
 def test_time_limit(recipe: Submitted) -> None:
