@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test quick quick-unit quick-training test-newest test-newest-torch test-newest-megatron torture bench gpu study lint typecheck format docs links package clean
+.PHONY: setup demo test quick quick-unit quick-training test-newest test-newest-torch test-newest-megatron slurm launchers torture bench gpu study lint typecheck format docs links package clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,20 @@ test-newest-torch: setup
 test-newest-megatron: setup
 	$(BIN)/python -m pip install --quiet --no-deps --pre --upgrade --target $(VENV)/newest-megatron megatron-core
 	PYTHONPATH=$(CURDIR)/$(VENV)/newest-megatron $(BIN)/python -m pytest --numprocesses 2 tests/unit
+
+# The pages' job scripts under a real Slurm, of six nodes on this machine. It installs nothing: apt-get install slurm-wlm munge.
+slurm: setup
+	$(BIN)/python -m pytest tests/slurm
+
+# The tools of examples/launchers, a gigabyte, in an environment of their own; by hand.
+launchers: $(VENV)/launchers
+	$(BIN)/python -m pytest tests/launchers
+
+$(VENV)/launchers: $(VENV)/.ready tests/launchers/requirements.txt
+	rm -rf $@
+	$(BIN)/python -m venv $@
+	$@/bin/python -m pip install --disable-pip-version-check --quiet --requirement tests/launchers/requirements.txt || { rm -rf $@; exit 1; }
+	@touch $@
 
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py

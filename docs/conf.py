@@ -32,6 +32,7 @@ _SIDE_BAR = {
         "Megatron-LM": "docs/running",
         "Megatron-Bridge": "docs/megatron-bridge",
         "Deploy": "docs/deploy",
+        "Launchers": "docs/launchers",
         "Elastic islands": "docs/islands",
         "Checkpoints": "docs/checkpoints",
         "Monitoring": "docs/monitoring",

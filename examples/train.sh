@@ -6,7 +6,9 @@
 #   DATA              folder that prepare_openwebtext.py has written
 #   RUNS              folder for checkpoints and TensorBoard logs: the run goes to $RUNS/MODEL-OPTIMIZER, and on from what is there
 #   OPTIMIZER         pier (default), or adam: the same run without Pier
+#   DEVICE            cuda (default), or cpu: rehearse the run on emulated devices, with smaller flags behind MODEL
 #   DRY_RUN=1         print the command, examine it and plan it on CLUSTER (default: perlmutter); needs neither GPUs nor data
+#   CHECK             command that gets the torchrun command instead: pier-megatron doctor train.sh MODEL sets it
 #
 #   GPUS_PER_NODE     default 4
 #   NNODES            default 1; with more, NODE_RANK (0 on MASTER_ADDR) and MASTER_ADDR are needed, MASTER_PORT is 29500
@@ -28,7 +30,7 @@ shift
 : "${RUNS:?is unset: set it to a folder that all nodes see, for checkpoints and TensorBoard logs}"
 [[ -f $MEGATRON_LM_PATH/pretrain_gpt.py ]] || fail "MEGATRON_LM_PATH=$MEGATRON_LM_PATH: no pretrain_gpt.py in it"
 nodes=${NNODES:-1}
-if [[ -z ${DRY_RUN:-} ]]; then
+if [[ -z ${DRY_RUN:-}${CHECK:-} ]]; then
     [[ -f $DATA/text.idx && -d $DATA/tokenizer ]] ||
         fail "DATA=$DATA: no text.idx or no tokenizer/ in it. Write them with prepare_openwebtext.py --output $DATA"
     if ((nodes > 1)); then
@@ -43,6 +45,11 @@ case $optimizer in
     pier) launcher=(-m pier_megatron) optimizer_flags=("$examples/pier.args") ;;
     adam) launcher=() optimizer_flags=() ;;
     *) fail "OPTIMIZER=$optimizer: give pier or adam" ;;
+esac
+case ${DEVICE:-cuda} in
+    cuda) ;;
+    cpu) launcher=(-m pier_megatron --device cpu) ;;
+    *) fail "DEVICE=$DEVICE: give cuda or cpu" ;;
 esac
 
 mapfile -t published < <(sed 's/#.*//' "$examples/common.args" "$flags" "${optimizer_flags[@]}" | xargs printf '%s\n')
@@ -61,8 +68,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 if [[ -z ${DRY_RUN:-} ]]; then
     # Megatron 0.17 opens its progress log there before it makes the folder.
-    mkdir -p "$run/checkpoints"
-    exec "${command[@]}"
+    [[ -n ${CHECK:-} ]] || mkdir -p "$run/checkpoints"
+    # shellcheck disable=SC2086 # a command of several words
+    exec ${CHECK:-} "${command[@]}"
 fi
 for word in "${command[@]}"; do
     [[ $word != --* ]] || printf '\\\n    '

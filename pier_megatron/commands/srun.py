@@ -25,6 +25,8 @@ _SWITCHES = frozenset(
 )
 _LONGEST_SCRIPT = 1 << 20
 _SHELLS = ("bash", "sh", "zsh", "dash")
+# What starts a training in the text of a shell, and what ends that command.
+_STARTS, _ENDS = re.compile(r"(.*/)?(torchrun|python[\d.]*)"), re.compile(r"[;\n]+|&&?|\|\|?")
 # What stands before a command without changing the environment that it finds, or only by assignments in sight.
 _TRANSPARENT = re.compile(r"(ba|z|da)?sh|env|exec|export|python[\d.]*")
 
@@ -70,7 +72,10 @@ def understood[R](parse: Callable[[list[str]], R], words: Sequence[str]) -> R:
 
 
 def expanded(words: Sequence[str]) -> list[str]:
-    """Words of a command as the first process of a step sees them; TEXT of ``bash -c TEXT`` is split into its words."""
+    """Words of a command as the first process of a step sees them; TEXT of ``bash -c TEXT`` is split into its words.
+
+    What TEXT does after the command that starts a training is left out.
+    """
     place = _place_of_text(words)
     return list(words) if place is None else [*words[: place[0]], *_split(words[place[1]], words[place[0] : place[1] + 1])]
 
@@ -106,10 +111,15 @@ def _text(word: str) -> str | None:
 
 def _split(text: str, where: Sequence[str]) -> list[str]:
     first = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    known = string.Template(text).safe_substitute(first | dict(os.environ))
+    # A shell takes a backslash and the end of its line for nothing.
+    lexer = shlex.shlex(known.replace("\\\n", ""), posix=True, punctuation_chars=";\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
-        # A shell takes a backslash and the end of its line for nothing.
-        known = string.Template(text).safe_substitute(first | dict(os.environ))
-        return shlex.split(known.replace("\\\n", "").replace(";", " ; "))
+        split = list(lexer)
+        start = next((place for place, word in enumerate(split) if _STARTS.fullmatch(word)), len(split))
+        end = next((place for place, word in enumerate(split) if place > start and _ENDS.fullmatch(word)), len(split))
+        return split[:end]
     except ValueError as error:
         raise PierConfigError(f"{error}, in {' '.join(where)}.") from None
 

@@ -141,6 +141,8 @@ def install() -> None:
     # Dynamo would trace through the patches below and compile for a device that is not there; Megatron's decorators would
     # import it for that.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Megatron asks for it with tensor parallelism.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.compile = _as_it_is  # type: ignore[assignment]
 
     stream = _Stream()

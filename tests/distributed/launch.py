@@ -256,7 +256,6 @@ def environment(megatron: Path | None = None) -> dict[str, str]:
     path = [*(str(folder) for folder in own if folder is not None), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path))),
         # Megatron's Makefile for its dataset helper calls python3.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

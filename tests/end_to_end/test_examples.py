@@ -7,10 +7,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from forked_ranks import free_port
 from launch import REPOSITORY, execute
 from one_process import pier_megatron
+
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_script import launch_line
 
 pytestmark = pytest.mark.processes
 
@@ -34,8 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stand_ins = {
         "torchrun": 'echo "torchrun $*"',
         "pier-megatron": 'echo "pier-megatron $*"',
-        "scontrol": "printf 'first\\nsecond\\n'",
-        "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 exec "$@"',
     }
     for name, script in stand_ins.items():
         (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
@@ -43,15 +46,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, *words: str, script: str = "train.sh", **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
+def environment(folder: Path) -> dict[str, str]:
+    return {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "MEGATRON_LM_PATH": str(folder / "checkout"),
         "DATA": str(folder / "data"),
         "RUNS": str(folder / "runs"),
     }
-    given = {name: value for name, value in (environment | variables).items() if value}
-    return subprocess.run([f"./{script}", *words], cwd=_EXAMPLES, env=given, capture_output=True, text=True)
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in (environment(folder) | variables).items() if value}
+    return subprocess.run(["./train.sh", *words], cwd=_EXAMPLES, env=given, capture_output=True, text=True)
 
 
 def command(folder: Path, *words: str, **variables: str) -> list[str]:
@@ -118,12 +124,15 @@ def test_dry_run_examines_what_a_run_starts(folder: Path) -> None:
     assert wet.stdout.endswith("--lr 1e-3\n")
 
 
-def test_slurm_starts_the_same_run(folder: Path) -> None:
-    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "first,second"}
-    queued = run(folder, "medium", "--seed", "7", script="train.slurm", **slurm)
-    by_hand = run(folder, "medium", "--seed", "7", NNODES="2", NODE_RANK="1", GPUS_PER_NODE="8", MASTER_ADDR="first")
-    assert by_hand.stdout.startswith("torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr first")
-    assert queued.stdout == by_hand.stdout, queued.stderr
+def test_job_script_starts_the_same_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor reads of it; under Slurm it trains in ``tests/slurm``."""
+    monkeypatch.chdir(_EXAMPLES)
+    queued = "sbatch --nodes 2 --gpus-per-node 8 train.slurm medium --seed 7"
+    with mock.patch.dict(os.environ, environment(folder)):
+        line = launch_line(queued.split(), Findings())
+    by_hand = run(folder, "medium", "--seed", "7", NNODES="2", NODE_RANK="0", GPUS_PER_NODE="8", MASTER_ADDR="node0")
+    assert by_hand.stdout.startswith("torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr node0")
+    assert " ".join(line) == by_hand.stdout.rstrip()
 
 
 # Variables or words, and the words of their refusal.
@@ -137,6 +146,7 @@ _REFUSED = {
     "no runs": (["small"], {"RUNS": ""}, "RUNS: is unset"),
     "no rank": (["small"], {"NNODES": "2"}, "NODE_RANK: is unset, and NNODES=2: set it to 0 on MASTER_ADDR, to 1 ... 1"),
     "no address": (["small"], {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is unset, and NNODES=2"),
+    "another device": (["small"], {"DEVICE": "tpu"}, "DEVICE=tpu: give cuda or cpu"),
     "another optimizer": (["small"], {"OPTIMIZER": "lion"}, "OPTIMIZER=lion: give pier or adam"),
 }
 
@@ -150,9 +160,9 @@ def test_bad_input(folder: Path, case: str) -> None:
     assert said in process.stderr
 
 
-@pytest.mark.parametrize("script", ["train.sh", "train.slurm"])
+@pytest.mark.parametrize("script", ["train.sh", "train.slurm", "again.sh"])
 def test_scripts_are_sound(script: str) -> None:
-    subprocess.run([Path(sys.executable).parent / "shellcheck", _EXAMPLES / script], check=True)
+    subprocess.run([Path(sys.executable).parent / "shellcheck", "-x", script], cwd=_EXAMPLES, check=True)
 
 
 @pytest.mark.skipif(not _CHECKOUTS, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
@@ -167,16 +177,9 @@ class TestCheckout:
         """From text through the data preparation and the recipe, with Pier and without."""
         prepare(tmp_path)
         variables = {"DATA": str(tmp_path / "data"), "RUNS": str(tmp_path), "MEGATRON_LM_PATH": str(checkout)}
-        # Replaces torchrun by one on 4 emulated devices; for these, stock runs need the launcher too.
-        torchrun = tmp_path / "bin" / "torchrun"
-        torchrun.parent.mkdir()
-        torchrun.write_text(
-            "#!/usr/bin/env bash\nwhile [[ $1 != */pretrain_gpt.py ]]; do shift; done\n"
-            f"exec {sys.executable} -m torch.distributed.run --standalone --nproc-per-node 4 -m pier_megatron --device cpu $*\n"
-        )
-        torchrun.chmod(0o755)
-        variables["PATH"] = os.pathsep.join([str(torchrun.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         # The recipe on one emulated node: a smaller model, fewer iterations, nothing else.
+        variables |= {"DEVICE": "cpu", "MASTER_PORT": str(free_port())}
         flags = (
             "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
             "--micro-batch-size 2 --global-batch-size 8 --lr-warmup-iters 2 --log-interval 1 --eval-interval 12 --eval-iters 1 "

@@ -3,14 +3,19 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_script import launch_line
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
+
+_REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -193,23 +198,58 @@ def test_megatron_of_a_checkout_comes_first(tmp_path: Path, monkeypatch: pytest.
     assert sys.path == [str(tmp_path), *before]
 
 
-def test_bash_hands_doctor_the_launch_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    scripts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
-    assert len(scripts) >= 2
-    said = {"scontrol": 'echo node0; [ "$1" = show ] || touch "$0.called"', "printed": 'printf "%s\\0" "$@"; exit 1'}
-    for name, printed in said.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{printed}")
-        (tmp_path / name).chmod(0o755)
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_NNODES", "8")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CHECK", "printed")
-    for text in scripts:
-        found = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
-        job = LaunchCommand.parse(found.stdout.split("\0")[:-1])
-        assert (job.nodes, job.ranks_per_node, job.script) == (8, 4, "pretrain_gpt.py")
-        assert "SLURM_NODEID" in job.surroundings.wrapper
-        # Whatever doctor says, the job that it was asked in stays as it is.
-        assert not (tmp_path / "scontrol.called").exists()
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with the job scripts of the page, where no Slurm is; scripts export into ``os.environ``."""
+    page = (_REPOSITORY / "docs" / "deploy.md").read_text()
+    texts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+    for name, text in zip(("pier.sbatch", "islands.sbatch"), texts, strict=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "again.sh").symlink_to(_REPOSITORY / "examples" / "again.sh")
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("SLURM_")]:
+            del os.environ[name]
+        yield
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("words", "island"), [("sbatch -N 8 pier.sbatch", ()), ("sbatch --array=2-3 --nodes 8 islands.sbatch", ("2",))]
+)
+def test_job_scripts_of_the_page_are_read(words: str, island: tuple[str, ...]) -> None:
+    findings = Findings()
+    job = LaunchCommand.parse(launch_line(words.split(), findings))
+    assert (job.nodes, job.ranks_per_node, job.script) == (8, 4, "pretrain_gpt.py")
+    assert (job.surroundings.nodes, job.surroundings.tasks_per_node) == (8, 1)
+    assert "SLURM_NODEID" in job.surroundings.wrapper
+    # What the shell does once torchrun has ended is not the training's.
+    assert job.arguments[-1] == "--exit-signal-handler"
+    place = job.arguments.index("--pier-island") + 1 if island else 0
+    assert job.arguments[place : place + len(island)] == island
+    assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1140"
+    assert os.environ["MASTER_ADDR"] == "node0"
+    assert not findings.errors
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("20", 1200), ("21:00", 1260), ("00:20:30", 1230), ("21:01", None), ("1-0", None), ("0-0:21", 1260), ("UNLIMITED", None)],
+)
+def test_time_below_the_grace_period_is_reported(time: str, seconds: int | None) -> None:
+    findings = Findings()
+    launch_line(["sbatch", "--time", time, "pier.sbatch"], findings)
+    said = f"--time {time}: the job has {seconds} s, and the signal comes up to 1200 s + 60 s before their end"
+    assert [said in error for error in findings.errors] == [True] * (seconds is not None)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_job_script_that_hands_over_nothing() -> None:
+    Path("plain.sh").write_text("#!/bin/bash\ntorchrun train.py\n")
+    Path("ends.sh").write_text("#!/bin/bash\necho no data >&2; exit 3; ${CHECK:-} torchrun train.py\n")
+    with pytest.raises(PierConfigError, match=r"plain.sh: its launch line cannot be seen from here. Write \$\{CHECK:-\}"):
+        launch_line(["bash", "plain.sh"], Findings())
+    with pytest.raises(PierConfigError, match=r"ends.sh: it has ended with status 3 before its launch line: no data"):
+        launch_line(["./ends.sh"], Findings())
+    assert launch_line(["torchrun", "train.py"], Findings()) == ["torchrun", "train.py"]

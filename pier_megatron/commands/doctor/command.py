@@ -6,6 +6,7 @@ import os
 import subprocess
 
 from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_script import launch_line
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
             recipe.examine(options.recipe, options.nodes or 1, options.ranks_per_node or 8, findings)
         else:
+            options.command = launch_line(options.command, findings)
             command = LaunchCommand.parse(options.command)
             from pier_megatron.commands.doctor import job
 
@@ -68,7 +70,9 @@ def _check(options: argparse.Namespace) -> None:
             f"--recipe {options.recipe} replaces the launch command, and starts nothing: drop the command and --start."
         )
     if options.recipe is None and not options.command:
-        raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ...")
+        raise PierConfigError(
+            "no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ..., or a job script."
+        )
     for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
         if options.recipe is None and given is not None:
             raise PierConfigError(f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node.")

@@ -4,6 +4,8 @@ import argparse
 import gc
 import json
 
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_script import launch_line
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.errors import PierConfigError
@@ -54,7 +56,7 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    command = LaunchCommand.parse(options.command)
+    command = LaunchCommand.parse(launch_line(options.command, Findings()))
     plan = make_plan(command, cluster, options.flops is not None, options.log, options.flags)
     if options.plot and "groups" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
