@@ -63,8 +63,9 @@ TABLE = (
 NEEDED = (
     Needed("megatron.bridge.models.gpt_provider", "local_layer_spec"),
     Needed("megatron.bridge.training.config", "runtime_config_update"),
-    Needed("megatron.bridge.training", "initialize train"),
-    Needed("megatron.bridge.training.utils", "train_utils"),
+    Needed("megatron.bridge.training.initialize", "get_rank_safe get_world_size_safe"),
+    Needed("megatron.bridge.training.train", "get_world_size_safe"),
+    Needed("megatron.bridge.training.utils.train_utils", "get_world_size_safe"),
     Needed("megatron.bridge.training.utils.pg_utils", "get_pg_collection"),
     Needed(
         "megatron.bridge.utils.common_utils",

@@ -1,6 +1,7 @@
 """Megatron-Bridge's training loop: where a configuration is checked, where an iteration begins."""
 
 import datetime
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 _COMMON = "megatron.bridge.utils.common_utils"
+# Settings of the logger that make the last rank of a world write.
+_WRITERS = ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project")
 # Names under Megatron-Bridge: of the function that tells the number of ranks, and of arguments with process groups.
 _SIZE, _LOADERS, _COLLECTION = "get_world_size_safe", ("dp_group", "eval_dp_group"), "pg_collection"
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -89,8 +92,11 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
         divided = own_world.divide(
             rank, size, own_world.groups(), datetime.timedelta(minutes=minutes), given.get("restart_store")
         )
+    for name in _WRITERS if not divided.speaks else ():
+        # Each world has a last rank, which would make them.
+        setattr(loop.config.logger, name, None)
     place = {"get_rank_safe": lambda: divided.rank_in_group, _SIZE: lambda: divided.ranks_of_group}
-    with versions.replaced(versions.require("megatron.bridge.training", "initialize"), place):
+    with versions.replaced(importlib.import_module("megatron.bridge.training.initialize"), place):
         return versions.called_with(initialize_distributed, args, kwargs, {"restart_store": divided.store_of_group})
 
 
@@ -110,8 +116,8 @@ def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P
     if launch.groups == 1:
         return train(*args, **kwargs)
     size = {_SIZE: lambda: launch.size}
-    loop = versions.replaced(versions.require("megatron.bridge.training", "train"), size)
-    with loop, versions.replaced(versions.require("megatron.bridge.training", "utils.train_utils"), size):
+    modules = [importlib.import_module(f"megatron.bridge.training.{name}") for name in ("train", "utils.train_utils")]
+    with versions.replaced(modules[0], size), versions.replaced(modules[1], size):
         counting = optimizer.collection(given[_COLLECTION], ["dp"])
         return versions.called_with(train, args, kwargs, {_COLLECTION: counting})
 

@@ -29,8 +29,11 @@ _WEIGHT_SHARDS = {
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
 # What cannot be used in a lazy start, in which the groups are further instances of the distributed optimizer.
-_ALONE = "in a lazy start one group alone would run an iteration again whose gradients all groups average"
-_ONE_INSTANCE = "Megatron does so in one instance of its distributed optimizer only, and in a lazy start each group is one"
+_IN_LAZY_START = {
+    "hybrid_context_parallel": "it moves data between the data-parallel ranks of its own group only",
+    "moe_expert_rank_capacity_factor": "one group alone would run an iteration again whose gradients all groups average",
+    "save_wgrads_interval": "Megatron reduces these gradients over one instance of its distributed optimizer only",
+}
 
 
 def _met(beside: str, *table: tuple[object, str]) -> list[str]:
@@ -196,16 +199,13 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             f"a lazy start of {config.lazy_start} iterations",
             *(
                 (getattr(args, name, None), f"{flag(name)}: {why}. Add --pier-lazy-start-iters 0, or drop it")
-                for name, why in (
-                    ("hybrid_context_parallel", "it moves data between the data-parallel ranks of its own group only"),
-                    ("moe_expert_rank_capacity_factor", _ALONE),
-                    ("save_wgrads_interval", _ONE_INSTANCE),
-                )
+                for name, why in _IN_LAZY_START.items()
             ),
             *(
                 (
                     getattr(args, size, 1) > 1,
-                    f"{flag(shards)} {getattr(args, shards, None)}: {_ONE_INSTANCE}. Add --pier-lazy-start-iters 0, or drop it",
+                    f"{flag(shards)} {getattr(args, shards, None)}: Megatron shards weights so in one instance of the "
+                    "distributed optimizer only. Add --pier-lazy-start-iters 0, or drop it",
                 )
                 for size, shards in _WEIGHT_SHARDS.items()
             ),

@@ -102,7 +102,7 @@ class _Island:
 def main() -> None:
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     one_gpu.become_rank(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     island = _Island(rank, store, port)
     record = {
         "collectives": {codec: island.collectives(codec) for codec in COMPARED},

@@ -316,7 +316,8 @@ def _compare_with_mains(is_training: bool) -> None:
             places[id(parameter)][owned.start : owned.end] = main.detach()
     # Bits, because a sum of numbers loses the sign of a zero.
     bits = torch.cat(whole).view(torch.int32)
-    dist.all_reduce(bits, group=own_data_parallel_ranks())
+    # Not Megatron's present data-parallel group: in the lazy start and in evaluation that is the one of all groups.
+    dist.all_reduce(bits, group=owners(pier)[0].optimizer.data_parallel_group)
     mains = bits.view(torch.float32).split([parameter.numel() for parameter in parameters])
     stale = sum(not _is_of(*pair) for pair in zip(parameters, mains, strict=True))
     recorder.record.setdefault("stale forwards", []).append((recorder.iteration, is_training, stale))

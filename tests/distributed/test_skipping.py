@@ -110,8 +110,9 @@ def test_who_visits_a_layer_is_as_was_said(runs: dict[str, Recorded], name: str)
 @pytest.mark.parametrize("name", _PIPELINES)
 def test_order_is_as_simulated(runs: dict[str, Recorded], name: str) -> None:
     pipeline = _PIPELINES[name]
-    for rank, recorded in enumerate(runs[name].ranks):
-        passes = pipeline.passes(rank // (len(runs[name].ranks) // pipeline.ranks))
+    groups = [runs[name].of_group(group) for group in {rank["group"] for rank in runs[name].ranks}]
+    for place, recorded in (item for ranks in groups for item in enumerate(ranks)):
+        passes = pipeline.passes(place // (len(groups[0]) // pipeline.ranks))
         expected = [f"{'FB'[each.is_backward]}{each.stage // pipeline.ranks}.{each.micro_batch}" for each in passes]
         assert [event for event in recorded["order"][2] if event[0] in "FB"] == expected
 

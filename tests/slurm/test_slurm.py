@@ -284,7 +284,7 @@ def test_islands_of_an_array(slurm: cluster.Cluster, islands: tuple[Submitted, "
             job.wait_for(text, task=island)
 
     wait_for_all("iteration +9/")
-    # Of an array the last task has the number that stands for all.
+    # The last task of an array has the number that stands for all.
     job.kill(0, "2")
     slurm.wait(f"{job.number}_2", "PENDING", "COMPLETING")
     job.go_on(10)

@@ -74,11 +74,11 @@ def save_in_one_folder(
 ) -> "_Request | None":
     """Saves this group's part; the first group then waits for the others', and lists it."""
     saves, launch = run.part(_Saves), own_world.launch()
+    if launch.groups == 1 or "optimizer" not in state or ENTRY not in state["optimizer"]:
+        # Where weights alone are saved, hooks.save has left the other groups out.
+        return save(state, checkpoint_dir, *args, **kwargs)
     # Numbered by the ranks of a world: a run in another number of groups, and stock Megatron, would look for other numbers.
     state = {name: part for name, part in state.items() if name != _RERUN}
-    if "optimizer" not in state or ENTRY not in state["optimizer"]:
-        # Weights alone: hooks.save has left the other groups out.
-        return save(state, checkpoint_dir, *args, **kwargs)
     saves.begun += 1
     number = saves.begun
     given = versions.given(save, (state, checkpoint_dir, *args), kwargs)
