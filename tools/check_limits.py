@@ -9,14 +9,14 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2140,
-    "bridge": 546,
-    "commands": 3543,
-    "cpu": 623,
-    "exchange": 2025,
+    "": 2160,
+    "bridge": 643,
+    "commands": 3982,
+    "cpu": 646,
+    "exchange": 2141,
     "experiments": 4500,
-    "integration": 5795,
-    "megatron_api": 505,
+    "integration": 6204,
+    "megatron_api": 520,
     "outer": 2810,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

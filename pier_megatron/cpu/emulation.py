@@ -214,7 +214,7 @@ def _stand_in_for_cuda() -> None:
 
 def is_installed() -> bool:
     """Whether ``torch.cuda`` denotes the CPU in this process."""
-    return install.cache_info().currsize > 0
+    return _stand_in_for_cuda.cache_info().currsize > 0
 
 
 def _keeping_random_state[**P](function: Callable[P, None]) -> Callable[P, None]:

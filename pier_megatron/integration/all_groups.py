@@ -38,7 +38,7 @@ class AllGroups:
 
         Args:
             launch: Place of this process.
-            model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
+            model_chunk: One chunk of the model; from 0.19 on it carries its own collection of process groups.
             timeout: Timeout of collectives.
         """
         self._launch, self._timeout = launch, timeout

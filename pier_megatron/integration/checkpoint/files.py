@@ -94,7 +94,7 @@ def damage(folder: Path) -> str | None:
         found = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in sizes}
         prefixes = {".".join(key.split(".")[:2]) for key in metadata.state_dict_metadata}
     except Exception as error:
-        # A damaged pickle raises whatever the code that its bytes happen to name raises. Any of it in this rank alone would
+        # A damaged pickle raises whatever the code that its bytes happen to name raises. Each of them in this rank alone would
         # leave the others waiting.
         return f".metadata cannot be read ({type(error).__name__}: {error})"
     for name, size in sizes.items():
