@@ -173,7 +173,8 @@ def look_on() -> None:
     bridge_train.train_step = recorded_step
     bridge_train.training_log = recorded_log
     train_utils.print_rank_last = flags.printing(print_log)
-    bridge_train.evaluate_and_print_results, bridge_eval.evaluate = recorded_evaluation, recorded_evaluate
+    bridge_train.evaluate_and_print_results = bridge_pretrain.evaluate_and_print_results = recorded_evaluation
+    bridge_eval.evaluate = recorded_evaluate
     bridge_pretrain._finish_train = finish_after_a_look
     bridge_pretrain._cleanup_after_pretrain_failure = clean_up_after_a_look
 

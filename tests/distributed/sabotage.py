@@ -28,7 +28,10 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.experimental_attention_variant import dsa
-from megatron.training import global_vars
+from megatron.training import (
+    dist_signal_handler,
+    global_vars,
+)
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
@@ -433,7 +436,21 @@ def _nan_moments(optimizer: Any) -> None:
                 moment.fill_(float("nan"))
 
 
+def _a_signal_behind_the_question(directory: Path) -> Any:
+    """Group 1 receives a signal after it has been asked, in iteration 4, where the groups meet for the last time before 6."""
+    ask, handler = dist_signal_handler.DistributedSignalHandler.signals_received, dist_signal_handler.DistributedSignalHandler
+
+    def asked(self: Any) -> Any:
+        found = ask(self)
+        if own_world.launch().group == 1 and importlib.import_module("recorder").recorder.iteration == 4:
+            self._signal_received = True
+        return found
+
+    return mock.patch.object(handler, "signals_received", asked)
+
+
 _ALL = {
+    "a signal behind the question": _a_signal_behind_the_question,
     "an indexer has losses": _an_indexer_has_losses,
     "Transformer Engine 2.13": lambda directory: te_stand_in.in_place("2.13"),
     "Transformer Engine 2.0": lambda directory: te_stand_in.in_place("2.0"),

@@ -47,6 +47,7 @@ _RUNS = [
     Run("pier", _TP2 + "--bf16 --eval-interval 4 " + _PIER, ["main", "inner", "outer", "stale"]),
     Run("overlap", _DP2 + "--bf16 " + _OVERLAP + _PIER, ["main", "stale"]),
     Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
+    Run("signal", _TP2 + "--bf16 --exit-signal-handler " + _PIER, ["main"], ["a signal behind the question"]),
     Run("between", _TP2 + "--bf16 --eval-interval 7 " + _PIER, ["main"]),
     Run("iterations", _TP2 + _PIER + " --lr-decay-style linear --lr-decay-iters 8 --lr-warmup-iters 2", ["main"]),
     Run("samples", _TP2 + _PIER_BY_SAMPLES + " --lr-decay-style linear --lr-decay-samples 64 --lr-warmup-samples 16", ["main"]),
@@ -222,6 +223,11 @@ def test_outer_step_takes_the_mean_of_the_groups_that_are_finite(runs: dict[str,
     outer_step_takes_the_mean_of(runs["pier"], (0, 1), iteration=8, before=6)
     outer_step_takes_the_mean_of(runs["not finite"], (0,), iteration=6, before=4)
     assert fails(outer_step_takes_the_mean_of, runs["pier"], (0,), 6, 4)
+
+
+def test_groups_end_together_whenever_one_receives_a_signal(runs: dict[str, Recorded]) -> None:
+    assert [max(rank["main"]) for rank in runs["signal"].ranks] == [6] * 4
+    groups_are_equal(runs["signal"], 6)
 
 
 # 6. Evaluation sees synchronised parameters.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current
+from pier_megatron.integration import current, own_world
 from pier_megatron.integration.checkpoint.description import ENTRY, group_prefix
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
@@ -37,7 +37,17 @@ def load_whole_files[R](
         dist.broadcast_object_list(finding)
         if finding[0]:
             raise PierConfigError(finding[0])
+    if own_world.launch().groups > 1:
+        sharded_state_dict = without_reruns(sharded_state_dict)
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+def without_reruns(state: "ShardedStateDict") -> "ShardedStateDict":
+    """A state without what Megatron's search for a faulty device knows.
+
+    That is numbered by the ranks of a world. A run in another number of groups, and stock Megatron, look for other numbers.
+    """
+    return {name: part for name, part in state.items() if name != "rerun_state_machine"}
 
 
 def refusal(folder: Path) -> str | None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pier_megatron.integration import current, own_world
 from pier_megatron.integration.checkpoint.description import ENTRY
+from pier_megatron.integration.checkpoint.files import without_reruns
 from pier_megatron.megatron_api import run, versions
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 _METADATA = ".metadata"
 # Key of what Megatron stores of a whole run, which is the same in all groups.
 _COMMON = "common_state"
-# What Megatron's search for a faulty device knows.
-_RERUN = "rerun_state_machine"
 # Megatron's argument for what looks at this before it is stored.
 _LOOKS_AT_COMMON = "preprocess_common_before_consistancy_check"
 _DONE = "done"
@@ -77,8 +76,7 @@ def save_in_one_folder(
     if launch.groups == 1 or "optimizer" not in state or ENTRY not in state["optimizer"]:
         # Where weights alone are saved, hooks.save has left the other groups out.
         return save(state, checkpoint_dir, *args, **kwargs)
-    # Numbered by the ranks of a world: a run in another number of groups, and stock Megatron, would look for other numbers.
-    state = {name: part for name, part in state.items() if name != _RERUN}
+    state = without_reruns(state)
     saves.begun += 1
     number = saves.begun
     given = versions.given(save, (state, checkpoint_dir, *args), kwargs)
