@@ -29,6 +29,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import fake_launch
+
 _TENSOR, _PER_NODE = 4, 8
 _LAZY, _INTERVAL, _LOG, _ITERATIONS = 4, 4, 7, 20
 
@@ -176,7 +180,7 @@ def _run(case: Case, options: argparse.Namespace) -> None:
         keep = f"--save {folder}/saved --save-interval {_ITERATIONS}" if options.save else ""
         argv = f"{case.arguments} {data} {keep}".split()
         sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
-        stack.enter_context(_alone_in_the_launch(created))
+        fake_launch.install(lambda: created.update(communicators=1))
         said = stack.enter_context(_said_by_others(case))
         stack.enter_context(_marking_iterations(marks, found, profile, said, created))
         stack.enter_context(_counting_saves(found))
@@ -262,36 +266,6 @@ def _marking_iterations(
         return result
 
     training.train_step = marked
-    yield
-
-
-@contextlib.contextmanager
-def _alone_in_the_launch(created: collections.Counter[str]) -> Iterator[None]:
-    """Divides a launch whose other ranks are not there, and connects with none of them."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from pier_megatron.exchange import worlds
-    from pier_megatron.integration import own_world
-
-    divide = own_world.divide
-
-    def communicator(self: worlds.Launch, key: str, name: str, ranks: Any, *others: Any) -> Any:
-        created["communicators"] += 1
-        place, kinds = (ranks.index(self.rank), len(ranks)), dist.ProcessGroup.BackendType
-        group, backend = dist.ProcessGroup(FakeStore(), *place), FakeProcessGroup._create_internal(*place)
-        group._set_default_backend(kinds.CUSTOM)
-        for device in ("cpu", "cuda"):
-            group._register_backend(torch.device(device), kinds.CUSTOM, backend)
-        worlds._make_known(group, key, name, [rank - self.first_of_group for rank in ranks], FakeStore())
-        return group
-
-    worlds.Launch._communicator = communicator  # type: ignore[method-assign]
-    worlds.Launch.first_group_first = lambda self, what: contextlib.nullcontext()  # type: ignore[method-assign,assignment]
-    worlds.Launch.store_of_group = property(lambda self: None)  # type: ignore[method-assign,assignment]
-    own_world.divide = lambda *place: divide(*place[:-1], FakeStore())
     yield
 
 

@@ -91,6 +91,8 @@ def _prepare(script: Path, rows: "Sequence[Seam]" = ()) -> None:
     if os.environ.get(_DEVICE_VARIABLE) == "cpu":
         from pier_megatron.cpu import emulation
 
+        # Megatron asks for it with tensor parallelism.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         emulation.install()
     from pier_megatron.integration import seams
     from pier_megatron.megatron_api.seam import install

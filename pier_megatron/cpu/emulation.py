@@ -132,18 +132,12 @@ def _as_it_is[F](function: F | None = None, **options: object) -> F | Callable[[
     return function if function is not None else lambda decorated: decorated
 
 
+@functools.cache
 def install() -> None:
-    """Makes ``torch.cuda`` denote the CPU in this process. Call it before Megatron is imported.
+    """Makes ``torch.cuda`` denote the CPU in this process, once. Call it before Megatron is imported.
 
     The change is global and permanent for the process, hence for programs that own theirs (the launcher, the tests).
     """
-    # Megatron asks for it with tensor parallelism.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _stand_in_for_cuda()
-
-
-@functools.cache
-def _stand_in_for_cuda() -> None:
     # Dynamo would trace through the patches below and compile for a device that is not there; Megatron's decorators would
     # import it for that.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -214,7 +208,7 @@ def _stand_in_for_cuda() -> None:
 
 def is_installed() -> bool:
     """Whether ``torch.cuda`` denotes the CPU in this process."""
-    return _stand_in_for_cuda.cache_info().currsize > 0
+    return install.cache_info().currsize > 0
 
 
 def _keeping_random_state[**P](function: Callable[P, None]) -> Callable[P, None]:

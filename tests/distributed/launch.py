@@ -150,7 +150,7 @@ def launch(
     # The installed release is launched again and again, the others once.
     with contextlib.nullcontext(installed()) if megatron is None else WarmProcesses({"megatron": recorder}, megatron) as warm:
         log, words = directory / "log.txt", [recorder, str(specification), str(directory), str(world_size)]
-        # What stands in for a GPU had better find none. A warm process has set the variable that it sets, its forks have not.
+        # What stands in for a GPU had better find none. Megatron asks for the last one, which its launcher sets.
         variables = {"PIER_TEST_WARM": str(warm.folder), "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         status = _run([sys.executable, "-m", "worker", *words], log, environment(megatron) | variables)
     assert status == 0, _errors(f"the trainings in {directory} ended with {status}", *_newest(directory))

@@ -97,7 +97,10 @@ _REFUSED = {
     f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
     f"{_PIER} --bf16 --pier-inner-optimizer muon --fp8-param-gather": ["--fp8-param-gather cannot", "over AdamW", "Drop"],
     f"{_PIER} --data-parallel-random-init": ["--data-parallel-random-init", "identical weights"],
-    f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel cannot be used with a lazy start", "its own group"],
+    f"{_PIER} --hybrid-context-parallel --calculate-per-token-loss": [
+        "--hybrid-context-parallel cannot be used with a lazy start",
+        "its own group",
+    ],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval cannot be used with a lazy start", "one instance"],
     f"{_PIER} --pier-inner-optimizer muon --qk-clip --adlr-autoresume": [

@@ -113,7 +113,6 @@ def test_what_deserves_a_warning() -> None:
     for said in (
         "each node would wait for itself",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        "not contiguous over nodes (ranks 0-1, 8-9)",
         "WARNING: --async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing",
     ):
         assert said in findings
@@ -341,23 +340,26 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
     assert "without a lazy start; nothing was loaded, saved or evaluated" in log
     # It logs every iteration.
-    assert re.search(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, none across groups", log)
+    assert re.search(r"Pier doctor: iteration 3, between outer steps, rank 2: [1-9]\d* .*, none across groups", log)
     assert re.search(r"Pier doctor: compressed, tp \(.*\): 0\.\d+ MB in int8, 0\.\d+ MB without", log)
     assert "validation loss" not in log
     assert "iteration        4/" not in log
     assert re.fullmatch(r"OK|\d+ warnings?", log.splitlines()[-1]), log
 
 
+# Groups of a launch reduce nothing over each other, unless a script connects them.
 _REDUCES = """
+import datetime
+import pier_megatron
 import torch.distributed as dist
-from megatron.core import parallel_state
 from pier_megatron.commands.demo import pretrain_bytes
 
-loss_of = pretrain_bytes._loss
+loss_of, between = pretrain_bytes._loss, []
 
 def reduced(mask, losses):
     loss, tokens, said = loss_of(mask, losses)
-    dist.all_reduce(said["lm loss"], group=parallel_state.get_data_parallel_group())
+    between[:] = between or [pier_megatron.launch().connect("of the script", datetime.timedelta(minutes=1))]
+    dist.all_reduce(said["lm loss"], group=between[0])
     return loss, tokens, said
 
 pretrain_bytes._loss = reduced
@@ -376,8 +378,8 @@ def test_started_job_whose_loss_crosses_the_groups_is_refused(tmp_path: Path, co
     place = next(place for place, word in enumerate(started) if word.endswith("pretrain_bytes.py"))
     started[place] = str(tmp_path / "reduces.py")
     ended = subprocess.run([*_DOCTOR, "--start", *started], cwd=REPOSITORY, capture_output=True, text=True)
-    assert "rank 0: " in ended.stdout, ended.stderr
-    assert re.search(r"on other ranks: +\d+ x allreduce_ .* over ranks 2, 3", ended.stdout), ended.stdout
+    assert "rank 2: " in ended.stdout, ended.stderr
+    assert re.search(r"on other ranks: +\d+ x allreduce_ .* over ranks 1, 3", ended.stdout), ended.stdout
     assert "ERROR: --start: what is listed above reduces over ranks of several groups" in ended.stdout
     assert (ended.stdout.splitlines()[-1], ended.returncode) == ("will not start", 1)
 

@@ -345,5 +345,5 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
     parameters = int(found[1].replace(",", ""))
     # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
     for iteration, each in ((6, 46), (8, 34)):
-        written = sum(path.stat().st_size for path in (tmp_path / f"iter_{iteration:07d}").iterdir())
+        written = sum(path.stat().st_size for path in (tmp_path / f"iter_{iteration:07d}").rglob("*.distcp"))
         assert written == pytest.approx(each * parameters, rel=0.1)

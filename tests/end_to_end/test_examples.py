@@ -76,8 +76,8 @@ def check(commands: dict[str, list[str]], megatron: Path | None = None) -> None:
         assert (examined.status, planned.status) == (0, 0), examined.out + planned.error
         doctor, plan = examined.out, json.loads(planned.out)
         nodes, parameters = _PUBLISHED[model]
-        # What is free in the folder of the tests says nothing of the recipe.
-        assert re.findall("^(?:WARNING|ERROR): (?!--save)", doctor, re.MULTILINE) == []
+        # What is free in the folder of the tests, or missing on this machine, says nothing of the recipe.
+        assert re.findall("^(?:WARNING|ERROR): (?!--save|here:)", doctor, re.MULTILINE) == []
         assert f"{nodes} groups of 4 ranks, preset pier" in doctor
         assert "1-10000" in doctor
         assert plan["groups"] == nodes

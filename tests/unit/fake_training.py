@@ -11,11 +11,14 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import fake_launch
 import torch
 import torch.distributed as dist
 from fake_cuda import FakeGpu
@@ -70,13 +73,13 @@ def be_two_ranks(gpu: FakeGpu) -> None:
     init, new_group = dist.init_process_group, dist.new_group
 
     def gather(into: list[Any], own: Any, group: Any = None) -> None:
-        of_rank = dataclasses.replace if hasattr(own, "peers") else lambda own, **place: own
-        into[:] = [of_rank(own, rank=rank, group=rank) for rank in range(len(into))]
+        of_rank = dataclasses.replace if dataclasses.is_dataclass(own) else lambda own, **place: own
+        into[:] = [of_rank(own, rank=rank) for rank in range(len(into))]
 
     def grouped(*args: Any, **kwargs: Any) -> Any:
         return new_group(*args, **kwargs | {"backend": "fake", "pg_options": None})
 
-    dist.init_process_group = lambda *args, **kwargs: init("fake", rank=0, world_size=2, store=FakeStore())
+    dist.init_process_group = lambda *args, **kwargs: init("fake", rank=0, world_size=kwargs["world_size"], store=FakeStore())
     dist.new_group = dist.distributed_c10d.new_group = grouped
     dist.barrier = lambda *args, **kwargs: gpu.wait("a barrier")
     dist.all_gather_object = gather
@@ -112,6 +115,7 @@ def main(argv: Sequence[str]) -> None:
     gpu = FakeGpu()
     be_a_gpu(gpu)
     be_two_ranks(gpu)
+    fake_launch.install()
     silence_missing_extensions()
     launcher, script = importlib.import_module("pier_megatron.launcher"), importlib.import_module(_SCRIPT)
     stand_in_for_numbers()
@@ -121,7 +125,9 @@ def main(argv: Sequence[str]) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         gpu.forget()
         result = step(*args, **kwargs)
-        print("counted", json.dumps([gpu.waits, gpu.waits_apart, gpu.launches.total()]), flush=True)
+        counts = json.dumps([gpu.waits, gpu.waits_apart, gpu.launches.total()])
+        # Groups other than the last one are silent.
+        print("counted", counts, file=sys.__stdout__, flush=True)
         return result
 
     counted.__wrapped__ = step  # type: ignore[attr-defined]

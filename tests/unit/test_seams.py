@@ -274,7 +274,10 @@ for owner, name in (
 unchanged = everything()
 assert all(unchanged[name] is value for name, value in before.items())
 seams.register()
-args = argparse.Namespace(pier=True, optimizer="muon", pier_lighthouse="x", async_save=True, log_params_norm=True)
+args = argparse.Namespace(
+    pier=True, optimizer="muon", pier_groups=2, pier_lighthouse="x", pier_sync_seconds=1, iterations_to_skip=[1], save="x",
+    load="x", async_save=True,
+)
 rows = (*seams.BEFORE_ARGUMENTS, *seams.used(seams.TABLE, args))
 install(rows)
 after = everything()

@@ -94,8 +94,8 @@ def _start(words: list[str], findings: Findings) -> None:
     if crosses:
         found.append(
             "what is listed above reduces over ranks of several groups in every iteration, so that groups train at the pace of "
-            "the network between them. Let Megatron average what a loss function returns, or reduce over the ranks of a group: "
-            "megatron.core.parallel_state.get_data_parallel_group(partial_data_parallel=True)."
+            "the network between them. Reduce over process groups of Megatron's or of torch.distributed instead: they are the "
+            "group's own."
         )
     findings.errors += [f"--start: {problem}" for problem in found]
     print("".join(f"ERROR: {each}\n" for each in findings.errors), end="", flush=True)

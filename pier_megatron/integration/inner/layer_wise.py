@@ -11,7 +11,8 @@ from pier_megatron.megatron_api import versions
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-_MODULE, _CLASS = "megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"
+_MODULE = "megatron.core.optimizer.layer_wise_optimizer"
+_CLASS = "LayerWiseDistributedOptimizer"
 BUILDERS = "megatron.training.models.dist_utils"
 
 
