@@ -97,7 +97,7 @@ bench: setup
 
 # Without an environment, with the Python on the PATH: a machine with a GPU may have PyTorch and no package index.
 gpu:
-	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,python3) benchmarks/gpu/run.py --into docs/gpu.md
+	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,python3) benchmarks/gpu/run.py --into benchmarks/gpu/results.md
 
 study: setup
 	$(BIN)/python study/run.py

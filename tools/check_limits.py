@@ -9,13 +9,13 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2160,
+    "": 2162,
     "bridge": 643,
     "commands": 3982,
     "cpu": 646,
     "exchange": 2141,
     "experiments": 4500,
-    "integration": 6204,
+    "integration": 6222,
     "megatron_api": 520,
     "outer": 2810,
 }

@@ -114,7 +114,7 @@ def main() -> int:
         "--megatron", type=Path, help="wheel of megatron-core, or an unpacked one; by default a wheel next to the checkout"
     )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs/gpu/results.json", help="(%(default)s)")
-    parser.add_argument("--into", type=Path, help="also show the tables in this document, such as docs/gpu.md")
+    parser.add_argument("--into", type=Path, help="also show the tables in this document, such as benchmarks/gpu/results.md")
     parser.add_argument("--render", action="store_true", help="run nothing, only show what --output holds")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

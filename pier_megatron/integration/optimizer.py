@@ -112,11 +112,20 @@ class PierOptimizer(ChainedOptimizer):
         return contextlib.nullcontext() if self._everyone is None else self._everyone.together()
 
     def widened(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks of a process group and those in their places in all groups of the launch."""
+        """The ranks of a process group and those in their places in all groups of the launch.
+
+        Args:
+            group: Process group inside this group; itself where groups were not divided.
+        """
         return group if self._everyone is None else self._everyone.widened(group)
 
     def collection(self, own: "ProcessGroupCollection", names: Sequence[str]) -> "ProcessGroupCollection":
-        """A copy of a collection of process groups, with some of these widened to all groups of the launch."""
+        """A copy of a collection of process groups, with some of these widened to all groups of the launch.
+
+        Args:
+            own: Megatron's collection of this group.
+            names: Attributes of it that are widened.
+        """
         return own if self._everyone is None else self._everyone.collection(own, names)
 
     def begin_iteration(self, iteration: int) -> None:
