@@ -35,9 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As in the background of a script; jobs that tests interrupt would inherit it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # As in the background of a script, or under nohup; jobs that tests interrupt would inherit it.
+            signal.signal(number, usual)
     # Before workers start, which inherit it.
     os.environ.setdefault("PIER_TEST_SEED", str(random.randrange(10**6)))
     if one_gpu.device().type == "cpu":

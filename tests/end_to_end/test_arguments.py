@@ -353,7 +353,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
     ]
     (folder / "cases.json").write_text(json.dumps(lines))
     script = Path(__file__).with_name("parse_arguments.py")
-    log = execute([sys.executable, str(script), str(folder / "cases.json")], folder / "log.txt")
+    command = [sys.executable, str(script), str(folder / "cases.json")]
+    log = execute(command, folder / "log.txt", CUDA_DEVICE_MAX_CONNECTIONS="1")
     return dict(zip(cases, json.loads(log.splitlines()[-1]), strict=True))
 
 

@@ -184,7 +184,8 @@ def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus:
         "assert 'pier_megatron.integration.training' not in sys.modules\n"
         f"forked_ranks.run(2, lambda: runpy.run_path({str(DEMO)!r}, run_name='__main__'))\n"
     )
-    bare = execute([sys.executable, str(bare_script), *training], tmp_path / "bare.txt")
+    # Pier's launcher sets it on the CPU.
+    bare = execute([sys.executable, str(bare_script), *training], tmp_path / "bare.txt", CUDA_DEVICE_MAX_CONNECTIONS="1")
 
     def numbers(log: str) -> list[str]:
         # Other processes may print into the line before its first field.
