@@ -10,12 +10,12 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 2162,
-    "bridge": 643,
+    "bridge": 648,
     "commands": 3982,
     "cpu": 646,
     "exchange": 2141,
     "experiments": 4500,
-    "integration": 6222,
+    "integration": 6249,
     "megatron_api": 520,
     "outer": 2810,
 }

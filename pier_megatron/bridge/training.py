@@ -95,6 +95,11 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
     for name in _WRITERS if not divided.speaks else ():
         # Each world has a last rank, which would make them.
         setattr(loop.config.logger, name, None)
+    loop.config.logger.log_progress &= not divided.group
+    if profiling := loop.config.profiling:
+        profiling.profile_ranks = profiling.profile_ranks and own_world.profiled_ranks(profiling.profile_ranks, divided)
+        if divided.group:
+            profiling.memory_snapshot_path = own_world.file_of_group(profiling.memory_snapshot_path, divided.group)
     place = {"get_rank_safe": lambda: divided.rank_in_group, _SIZE: lambda: divided.ranks_of_group}
     with versions.replaced(importlib.import_module("megatron.bridge.training.initialize"), place):
         return versions.called_with(initialize_distributed, args, kwargs, {"restart_store": divided.store_of_group})

@@ -15,7 +15,7 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
-from pier_megatron.integration import cautions, nccl_options, refusals
+from pier_megatron.integration import cautions, nccl_options, own_world, refusals
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer.rules import rule_class
@@ -231,6 +231,8 @@ def validate[**P, R](
         if saves_behind and not args.async_save:
             args.pier_waits_for_saves = True
         check_arguments(args)
+        if args.pier_groups > 1 and args.pier_lighthouse is None:
+            own_world.name_files(args)
     for feature in used:
         feature.check(args)
     if args.rank == 0:

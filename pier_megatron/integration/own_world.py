@@ -11,7 +11,7 @@ import datetime
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
         timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
         divided = divide(settings.rank, settings.world_size, settings.pier_groups, timeout, given.get("store"))
         settings.rank, settings.world_size = divided.rank_in_group, divided.ranks_of_group
-        name_files(settings, divided)
+        _name_records(settings, divided)
         changed["store"] = divided.store_of_group
     result = versions.called_with(initialize_distributed, args, kwargs, changed)
     # Megatron's arguments speak of the whole run, whose ranks share a batch.
@@ -132,28 +132,42 @@ def divide(rank: int, size: int, groups: int, timeout: datetime.timedelta, store
     return launch
 
 
-def name_files(settings: argparse.Namespace, launch: Launch) -> None:
+def name_files(settings: argparse.Namespace) -> None:
     """Gives what each world writes the name of its group, and leaves to the first group what a run has once.
 
     Args:
-        settings: Megatron's arguments, changed in place.
-        launch: Place of this process.
+        settings: Megatron's arguments, changed in place before it copies them into configurations.
     """
-    first, group = launch.first_of_group, launch.group
-    # The user numbers ranks of the run. No rank would mean all of them to Megatron.
-    profiled = [rank - first for rank in getattr(settings, "profile_ranks", ())]
-    inside = [rank for rank in profiled if 0 <= rank < launch.ranks_of_group]
-    if profiled:
-        settings.profile_ranks = inside or [-1]
-    if not group:
+    launch = Launch(settings.rank, settings.world_size, settings.pier_groups)
+    if getattr(settings, "profile_ranks", ()):
+        settings.profile_ranks = profiled_ranks(settings.profile_ranks, launch)
+    if not launch.group:
         return
     for name in _ONCE:
         if getattr(settings, name, None):
             setattr(settings, name, None)
     for name in _OF_EACH_GROUP:
         if (path := getattr(settings, name, None)) is not None:
-            where = Path(path)
-            setattr(settings, name, str(where.with_name(f"group_{group}_{where.name}")))
+            setattr(settings, name, file_of_group(path, launch.group))
+
+
+def profiled_ranks(ranks_of_run: Sequence[int], launch: Launch) -> list[int]:
+    """Ranks of the own group among those that the user has numbered over the run; no rank at all would mean every one."""
+    inside = [rank - launch.first_of_group for rank in ranks_of_run]
+    return [rank for rank in inside if 0 <= rank < launch.ranks_of_group] or [-1]
+
+
+def file_of_group(path: str, group: int) -> str:
+    """The file that a group writes in place of one."""
+    where = Path(path)
+    return str(where.with_name(f"group_{group}_{where.name}"))
+
+
+def _name_records(settings: argparse.Namespace, launch: Launch) -> None:
+    """The same of what Megatron and PyTorch look for once there are writers and ranks."""
+    group = launch.group
+    if not group:
+        return
     # Writers are made before: what looks for their folder now writes profiles.
     if settings.tensorboard_dir is not None:
         settings.tensorboard_dir = str(Path(settings.tensorboard_dir) / f"group_{group}")
@@ -164,6 +178,12 @@ def name_files(settings: argparse.Namespace, launch: Launch) -> None:
             os.environ[variable] = f"{_prefix(os.environ[variable])}group_{group}_"
     if hasattr(settings, _PORT):
         setattr(settings, _PORT, getattr(settings, _PORT) - group)
+
+
+def count_ranks_of_group[**P, R](get_start_time_from_progress_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Lets Megatron find the starts of this job in the log of its progress, which names the ranks of torch.distributed."""
+    with versions.with_megatron_args({"world_size": dist.get_world_size()}):
+        return get_start_time_from_progress_log(*args, **kwargs)
 
 
 def _prefix(path: str) -> str:

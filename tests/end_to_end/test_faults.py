@@ -33,8 +33,12 @@ def _orphans(seconds: float = 30) -> list[str]:
 
 def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     """One job has one fault after the other and is restarted each time; it ends like its twin without faults."""
-    undisturbed, job = Job(tmp_path / "undisturbed", corpus, flags=_SAVING), Job(tmp_path / "job", corpus, flags=_SAVING)
+    undisturbed = Job(tmp_path / "undisturbed", corpus, flags=f"{_SAVING} --log-progress")
+    job = Job(tmp_path / "job", corpus, flags=_SAVING)
     losses = undisturbed.run().losses()
+    [progress] = (tmp_path / "undisturbed").rglob("progress.txt")
+    # One group writes it, and Megatron finds the start of this job in it.
+    assert [line.split("\t")[3] for line in progress.read_text().splitlines()] == ["Starting job", *["Saved checkpoint"] * 3]
     assert set(losses) == set(range(1, ITERATIONS + 1))
     seen: dict[int, str] = {}
 
