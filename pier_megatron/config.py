@@ -104,14 +104,11 @@ class PierConfig(RunSchedule):
                 "they join and leave one by one, and each carries a part of what its site sends. Drop one",
             ),
             (
-                self.overlap,
-                f"--pier-overlap {self.overlap}",
-                "a failed exchange must be retried before training continues on its result. Drop it",
-            ),
-            (
-                self.fragments > 1,
-                f"--pier-fragments {self.fragments}",
-                "an island that joins takes over all parameters at once. Drop it",
+                self.overlap > self.sync_interval // self.fragments,
+                f"--pier-overlap {self.overlap} with --pier-sync-interval {self.sync_interval} and --pier-fragments "
+                f"{self.fragments}",
+                f"one exchange at a time is hidden behind training, and the next one begins after {self.sync_interval} // "
+                f"{self.fragments} = {self.sync_interval // self.fragments} iterations. Use at most that",
             ),
             (
                 not self.has_common_anchor,

@@ -56,7 +56,8 @@ class Membership:
             index: Number of the island among the ``most`` that may be there.
             lighthouse: Address of torchft's lighthouse, such as ``http://host:29510``.
             address: Address of this node, at which other islands reach it; that of the first rank counts.
-            world: The ranks of the island.
+            world: The ranks of the island, over gloo, on a communicator that nothing else uses: islands may meet behind
+                training.
             codec: What sums look like on the wire.
             timeout: Time for a communicator to come about, and for every collective in it.
             run: What all islands must have in common before they exchange anything: plain values by what a user calls them.
@@ -67,8 +68,6 @@ class Membership:
             PierConfigError: If torchft is missing, the secret cannot be used, or the lighthouse does not answer.
         """
         self._codec, self._timeout, self._world, self._run = codec, timeout, world, run
-        on_device = dist.get_backend(world) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
         self._most = most
         self._members: tuple[int, tuple[str, ...]] | None = None
         self._admitted: list[str] = []
@@ -95,7 +94,7 @@ class Membership:
                     "the address is none of this node. Start a lighthouse with pier-megatron lighthouse."
                 )
         # An island may span nodes, and each node has its own --pier-island-address.
-        dist.broadcast_object_list(host, group=world, group_src=0, device=self._device)
+        dist.broadcast_object_list(host, group=world, group_src=0)
         name, port = host
         if not port:
             raise PierConfigError(name)
@@ -138,13 +137,13 @@ class Membership:
         """
         if meeting is not None and outcome == Outcome.SUCCEEDED:
             try:
-                meeting.gather(torch.ones(1, device=self._device)).result().tolist()
+                meeting.gather(torch.ones(1)).result().tolist()
             except (RuntimeError, ValueError):
                 outcome = Outcome.FAILED
         if outcome != Outcome.SUCCEEDED:
             # Before this rank waits for the others, which may wait for other islands.
             self._leave()
-        least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
+        least = torch.tensor([outcome], dtype=torch.int32)
         of_island = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world, async_op=True)
         if meeting is not None and meeting.size > 1 and outcome == Outcome.SUCCEEDED:
             try:
@@ -164,6 +163,12 @@ class Membership:
             self._members = None
             self._leave()
         return outcome
+
+    def sum_inside(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Sums a short vector over the ranks of the island; in host memory."""
+        total = numbers.cpu()
+        dist.all_reduce(total, group=self._world)
+        return total
 
     def _leave(self) -> None:
         """Ends this island's part in the meeting, and says so."""

@@ -56,9 +56,12 @@ def membership(
             "node its own."
         )
     timeout = datetime.timedelta(seconds=config.island_timeout)
+    # Islands meet behind training too, where Megatron uses its communicators.
+    apart = dist.new_group(backend="gloo", group_desc="PIER_INSIDE_ISLAND")
+    assert isinstance(apart, dist.ProcessGroup)
     run = run_identity.in_common(versions.megatron_args(), config, shards, world, device)
     address, codec, secret = config.island_address, config.codec, config.secret_file
-    found = Membership(config.island, config.lighthouse, address, world, codec, timeout, run, config.groups, secret)
+    found = Membership(config.island, config.lighthouse, address, apart, codec, timeout, run, config.groups, secret)
     return ElasticMembership(found, config.island, 60 * config.island_wait)
 
 

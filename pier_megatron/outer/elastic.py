@@ -1,4 +1,4 @@
-"""Outer steps of elastic islands: survivors retry a step that failed, until all of them have it.
+"""Elastic islands as the participants of outer steps: survivors retry a step that failed, until all of them have it.
 
 An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so a failed
 step is simply retried. An island that joins takes over the anchor and the momentum from another island,
@@ -6,26 +6,31 @@ sends nothing, and computes the same new anchor by the same update.
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.membership import Membership, Outcome
-from pier_megatron.exchange.sites import SiteExchange
-from pier_megatron.outer.report import OuterStepReports
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
+from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.state import ANCHOR
-from pier_megatron.outer.steps import OuterSteps
-from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
+from pier_megatron.outer.steps import NEVER
+from pier_megatron.outer.verdicts import ABSENT, NOT_FINITE, NOT_MET, DivergedError, Verdicts
 
 
 class LeftBehindError(PierConfigError):
@@ -56,23 +61,23 @@ class _Formed:
         has_joined: Whether this island is new in it, and now holds the anchor and the momentum of the others.
         last_common_step: Iteration of the last outer step of all, this one included.
         round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
-        restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
+        is_whole: Whether nobody has joined.
         refusal: Reason why this island cannot continue, although the others can.
     """
 
     iteration: int
     has_joined: bool
     last_common_step: int
-    round: OuterRound | None = None
-    restarted: Sequence[int] = ()
+    round: OuterRound | None
+    is_whole: bool
     refusal: LeftBehindError | None = None
 
 
 # Standing of an island, which it sends to its quorum.
-_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
+_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW, _UNDER_WAY = range(8)
 Standing = Sequence[int]
 
-# Standing of an island that has dropped its own anchor and does not hold that of the others yet.
+# Standing of an island that has dropped its own anchor and does not hold that of the others yet; no outer step under way.
 _NOWHERE = -1
 
 # Time to form a quorum after the last failure.
@@ -81,83 +86,189 @@ _LEAST_SECONDS = 1.0
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
-class ElasticSteps(OuterSteps):
-    """Outer steps in which the running islands take part, and agree after each."""
+class _Behind:
+    """What another thread does behind training, without gradients and on a stream of its own."""
 
-    def __init__(
-        self,
-        config: PierConfig,
-        share: Share,
-        reports: OuterStepReports,
-        sites: SiteExchange | None,
-        islands: ElasticMembership,
-    ) -> None:
+    def __init__(self, work: Callable[[], "_Formed | None"], device: torch.device) -> None:
+        """Begins after what the present stream has queued."""
+        self._done: futures.Future[_Formed | None] = futures.Future()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+        def run() -> None:
+            apart = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            try:
+                with torch.no_grad(), apart:
+                    self._done.set_result(work())
+            except BaseException as error:
+                self._done.set_exception(error)
+
+        # A daemon: a process that ends does not wait for islands.
+        threading.Thread(target=run, name="pier-islands", daemon=True).start()
+
+    def result(self) -> "_Formed | None":
+        """Waits for it."""
+        formed = self._done.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return formed
+
+    def wait(self) -> None:
+        """Waits for it, whatever comes of it."""
+        futures.wait([self._done])
+
+
+class _Past(GroupExchange):
+    """Islands that have met, whose sums have arrived."""
+
+    def __init__(self, codec: Codec, groups: Sequence[int], own: int) -> None:
+        super().__init__(None, codec, groups)
+        self.size, self.rank, self.wire = len(groups), self.groups.index(own), Wire(codec, len(groups))
+
+
+class ElasticPeers:
+    """The islands that run, which agree after each outer step; see :class:`pier_megatron.outer.steps.Peers`.
+
+    An exchange that is hidden behind training is another thread's. It has communicators of its own, reads the anchor and what
+    the outer rule remembers, and changes nothing that training uses. One is under way at a time.
+    """
+
+    def __init__(self, config: PierConfig, share: Share, islands: ElasticMembership) -> None:
         """Begins with an island that has not met the others."""
-        super().__init__(config, share, reports, sites)
         config.check_elastic()
-        self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds
+        self._config, self._share, self._quorums, self.wait_seconds = config, share, islands.quorums, islands.wait_seconds
+        self.group, self.audience, self.last_restart, self.is_deserted = islands.own, share.exchange, NEVER, False
         self._has_own_anchor, self._is_new = True, True
-        self._restarted: Sequence[int] = ()
+        self._behind: _Behind | None = None
         self._attempted: OuterRound | None = None
 
-    def join(self, progress: Progress) -> None:
-        """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
-        is_left = progress.last_common_step < progress.iteration
-        self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())
-        if self.is_deserted:
-            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
+    def begin(self, round_: OuterRound, progress: Progress, is_hidden: bool) -> None:
+        """Takes the pseudo-gradient, and lets the islands meet behind training."""
+        round_.begin()
+        if is_hidden:
+            # Where it stands now. Only at the start it may take over what others have.
+            self._is_new = False
+            place = dataclasses.replace(progress)
+            self._behind = _Behind(lambda: self._meet(place, round_), self._share.device)
 
-    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Meets the running islands, and receives from them what this one does not have; ``progress`` becomes theirs.
+    def proceed(self, round_: OuterRound, age: int) -> None:
+        """Does nothing: the other thread goes on by itself."""
 
-        When an island starts, the fragments are those of a step that its last process could not take.
-
-        Returns:
-            Round whose exchange has arrived; None if no step is due, or nobody came for longer than this island waits.
+    def land(self, round_: OuterRound, progress: Progress, is_hidden: bool) -> OuterRound | None:
+        """Applies what has arrived; None if nobody came for longer than this island waits.
 
         Raises:
             LeftBehindError: If the others have taken an outer step that this island has missed.
             DivergedError: If no island has finite parameters.
             PierConfigError: If two islands cannot be of one run.
         """
-        with self.phase("quorum", progress.iteration):
-            formed = self._meet(progress, fragments)
+        if not is_hidden:
+            return self._take_over(self._meet(progress, round_), progress)
+        formed, self._behind = self._behind.result() if self._behind is not None else round_, None
         self.is_deserted = formed is None
         if formed is None:
             return None
-        progress.iteration, progress.last_common_step = formed.iteration, formed.last_common_step
-        if formed.has_joined:
-            progress.is_local, progress.trained = True, 0
-        if formed.has_joined and formed.round is None:
-            self._share.return_to_anchor()
-            self._share.commit()
-            progress.is_synchronised = False
-        self._restarted = formed.restarted
-        return formed.round
-
-    def carry_out(self, round_: OuterRound) -> None:
-        """Applies what has arrived: nothing can fail any more."""
         round_.finish()
-        # An island that has joined had parameters of its own.
-        self._share.return_to_anchor()
+        return round_
+
+    def _take_over(self, formed: _Formed | None, progress: Progress) -> OuterRound | None:
+        """Applies what has arrived, where nothing can fail any more; ``progress`` becomes that of the others."""
+        self.is_deserted = formed is None
+        if formed is None:
+            return None
+        taken, last = formed.round, self._config.train_iters
+        if taken is not None:
+            taken.finish()
+        if taken is not None or formed.has_joined:
+            # An island that has joined had parameters of its own.
+            self._share.return_to_anchor()
+        if formed.has_joined:
+            # Where the others apply what this island has applied already.
+            landing = formed.iteration + (self._config.overlap if taken is not None else 0)
+            progress.iteration = formed.iteration if formed.iteration == last else min(landing, last - 1)
+            progress.last_common_step, progress.is_local, progress.trained = formed.last_common_step, True, 0
+            progress.is_synchronised = False
+            self._share.commit()
+        return taken
+
+    def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
+        """Meets the islands, and takes an outer step that is due with them."""
+        formed = self._meet(progress, round_, max((each.begun for each in rounds), default=_NOWHERE))
+        if formed is not None and not formed.is_whole:
+            # An island that joins has none, and would not apply what the others do.
+            for each in rounds:
+                each.drop()
+            rounds.clear()
+        return self._take_over(formed, progress)
 
     def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
-        """Returns the islands that were restarted before the outer step was applied."""
-        return self._restarted
+        """Forgets the moments of an island that was excluded, as one that joins has none.
 
-    def _meet(self, progress: Progress, fragments: Sequence[int]) -> _Formed | None:
+        Nothing is sent: all have agreed on the step already, and who is lost now must not undo it.
+        """
+        restarted = [index for index, verdict in enumerate(round_.verdicts.all()) if verdict == NOT_FINITE]
+        if round_.exchange.rank in restarted:
+            self._share.moments.forget()
+            self.last_restart = iteration
+        return restarted
+
+    def average_sites(self, iteration: int) -> None:
+        """Does nothing: islands have no sites."""
+
+    def settle(self, rounds: list[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
+        """Waits until the islands have agreed; drops what nobody came for."""
+        if self._behind is not None and self._behind.result() is None:
+            self.is_deserted, self._behind = True, None
+            for round_ in rounds:
+                round_.drop()
+            rounds.clear()
+        buffers = []
+        for round_ in rounds:
+            met = dict(zip(round_.exchange.groups, round_.verdicts.all(), strict=True))
+            verdicts = [met.get(group, NOT_MET) for group in range(self._config.groups)]
+            buffers.append(dataclasses.replace(round_.settle(), verdicts=verdicts))
+        return buffers, {} if self.last_restart == NEVER else {0: self.last_restart}
+
+    def resume(self, round_: OuterRound, saved: RoundBuffers) -> None:
+        """Continues a round that all islands have agreed on."""
+        groups = [group for group, verdict in enumerate(saved.verdicts) if verdict != NOT_MET]
+        exchange = _Past(self._config.codec, groups, self.group)
+        round_.meet(exchange, Verdicts(exchange, round_.verdict, self._share.device, tuple(saved.verdicts[each] for each in groups)))
+        round_.resume(saved)
+
+    def abandon(self) -> None:
+        """Waits for the other thread."""
+        if self._behind is not None:
+            self._behind.wait()
+            self._behind = None
+
+    def known(self, iteration: int) -> list[GroupExchange]:
+        """This island alone."""
+        return [self.audience]
+
+    def _meet(self, progress: Progress, due: OuterRound | None, under_way: int = _NOWHERE) -> _Formed | None:
+        """Meets the islands until all of them have agreed, and receives from them what this one does not have.
+
+        Args:
+            progress: Where this island stands.
+            due: Outer step that it is due to take.
+            under_way: Iteration after which the outer step began that it has yet to apply.
+
+        Returns:
+            What has come of it; None if nobody came for longer than this island waits.
+        """
         deadline = time.monotonic() + self.wait_seconds
-        where = f"island {self._island} after iteration {progress.iteration}"
-        verdict = own_verdict(self._share)
+        where = f"island {self.group} after iteration {progress.iteration}"
         while True:
             exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
             # join a collective in which the others wait.
-            own = self._standing(progress, fragments)
+            own = self._standing(progress, due is not None, under_way)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._quorums.meet(datetime.timedelta(seconds=within))
-                formed = self._attempt(exchange, own, verdict)
+                formed = self._attempt(exchange, own, due)
                 outcome = Outcome.SUCCEEDED
             except (DivergedError, PierConfigError) as error:
                 refusal, outcome = error, Outcome.REFUSED
@@ -170,7 +281,9 @@ class ElasticSteps(OuterSteps):
             of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
             attempted, self._attempted = self._attempted, None
             if attempted is not None and outcome != Outcome.SUCCEEDED:
-                attempted.drop(is_lost=True)
+                attempted.lose()
+                if attempted is not due:
+                    attempted.drop()
             if outcome == Outcome.SUCCEEDED:
                 if formed is not None and formed.refusal is not None:
                     raise formed.refusal
@@ -184,9 +297,8 @@ class ElasticSteps(OuterSteps):
             if outcome == Outcome.GIVES_UP:
                 return None
 
-    def _attempt(self, exchange: GroupExchange, own: Tensor, verdict: int) -> _Formed:
-        stopwatch = Stopwatch(self._share.device)
-        with stopwatch.running():
+    def _attempt(self, exchange: GroupExchange, own: Tensor, due: OuterRound | None) -> _Formed:
+        with record_function("pier::quorum"):
             standings: list[list[int]] = exchange.gather(own).result().tolist()
             present = those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
@@ -209,31 +321,39 @@ class ElasticSteps(OuterSteps):
                 # nobody.
                 self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
                 self._share.hand_over(exchange, present[0], absent)
+            iteration, is_whole, refusal = source[_ITERATION], not absent, behind.get(exchange.rank)
             if not source[_IS_DUE]:
-                return _Formed(source[_ITERATION], not here, source[_SYNCED], None, refusal=behind.get(exchange.rank))
-            verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
-            verdicts.check(source[_ITERATION])
-            self._attempted = round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
-            round_.weight = _weight(standings, verdicts.counted, exchange.rank)
-            round_.begin()
+                return _Formed(iteration, not here, source[_SYNCED], None, is_whole, refusal)
+            round_ = due if here and due is not None else self._without_own(iteration)
+            self._attempted = round_
+            verdicts = Verdicts(exchange, round_.verdict, self._share.device)
+            verdicts.check(iteration)
+            round_.meet(exchange, verdicts, _weight(standings, verdicts.counted, exchange.rank))
             round_.arrive()
-            restarted = super().restart(round_, source[_ITERATION])
-        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, behind.get(exchange.rank))
+        return _Formed(iteration, not here, iteration, round_, is_whole, refusal)
 
-    def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
+    def _without_own(self, iteration: int) -> OuterRound:
+        """The outer step after an iteration that this island has not trained: it sends nothing."""
+        share, config = self._share, self._config
+        fragments, rule, stopwatch = config.fragments_due(iteration), rule_at(config, iteration), Stopwatch(share.device)
+        round_ = OuterRound(share.stagings, fragments, rule, iteration, ABSENT, 0, stopwatch, share.device)
+        round_.begin()
+        return round_
+
+    def _standing(self, progress: Progress, is_due: bool, under_way: int) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
         [checksum] = self._share.checksums((ANCHOR,))
         # Sums over the whole island, so that all its ranks judge alike.
-        sums = torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)])
-        checksum_of_all, without_own_anchor = self._share.over_group(sums).tolist()
+        sums = self._quorums.sum_inside(torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)]))
+        checksum_of_all, without_own_anchor = sums.tolist()
         place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
-        own = [self._island, *place, int(bool(fragments)), checksum_of_all, progress.trained, int(self._is_new)]
+        own = [self.group, *place, int(is_due), checksum_of_all, progress.trained, int(self._is_new), under_way]
         return torch.tensor(own, device=self._share.device)
 
 
 def _how_far(standing: Standing) -> tuple[int, ...]:
     # The newest anchor comes first: a step on an older one would take the others back to it.
-    return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION]
+    return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION], standing[_UNDER_WAY]
 
 
 def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -> float:

@@ -15,11 +15,12 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
-from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
+from pier_megatron.outer.elastic import ElasticMembership, ElasticPeers
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, exchange_between, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, for_settings, settings_of
 from pier_megatron.outer.state import ANCHOR, Shards
+from pier_megatron.outer.static import StaticPeers
 from pier_megatron.outer.steps import NEVER, OuterSteps
 
 
@@ -83,8 +84,8 @@ class OuterLoop:
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
         self.reports = OuterStepReports(config, report, self.device)
-        parts = (config, self.share, self.reports, sites)
-        self.steps = OuterSteps(*parts) if islands is None else ElasticSteps(*parts, islands)
+        peers = StaticPeers(config, self.share, sites) if islands is None else ElasticPeers(config, self.share, islands)
+        self.steps = OuterSteps(config, self.share, self.reports, peers)
 
     @classmethod
     def for_optimizer(
@@ -135,7 +136,7 @@ class OuterLoop:
     @property
     def is_deserted(self) -> bool:
         """Whether too few islands have come for longer than this one waits."""
-        return self.steps.is_deserted
+        return self.steps.peers.is_deserted
 
     @property
     def groups_meet(self) -> bool:
@@ -243,7 +244,7 @@ class OuterLoop:
         self.share.synchronize()
         for state in self.states:
             state.forget(state.kept.keys() - {ANCHOR})
-        self.steps.last_restart = NEVER
+        self.steps.peers.last_restart = NEVER
         if iteration is not None:
             self.progress.iteration = iteration
         self._is_under_way = False
@@ -260,15 +261,13 @@ class OuterLoop:
         """
         if self._is_under_way:
             raise RuntimeError(f"snapshot() in iteration {self.iteration}: call it before begin_iteration().")
-        rounds = [round_.settle() for round_ in self.steps.rounds]
-        own = [self.steps.last_restart, *(round_.verdicts.own for round_ in self.steps.rounds)]
-        last, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
+        rounds, restarted = self.steps.peers.settle(self.steps.rounds)
         self.reports.write_arrived(waits=True)
         return Snapshot(
             dataclasses.replace(self.progress),
             self.share.kept(),
-            [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
-            {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
+            rounds,
+            restarted,
             self.config.rule_name,
             settings_of(self.config, self.device),
         )
@@ -304,8 +303,7 @@ class OuterLoop:
         self.share.synchronize()
         for state, saved in zip(self.states, snapshot.states, strict=True):
             state.restore(saved)
-        self.steps.rounds = [self.steps.resume(round_) for round_ in snapshot.rounds]
-        self.steps.last_restart = snapshot.restarted.get(self.exchange.rank, NEVER)
+        self.steps.resume(snapshot.rounds, self.progress, snapshot.restarted)
         self.share.commit()
 
     def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:

@@ -16,7 +16,7 @@ from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, WORK, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, RESIDUAL, sum_of_bits
-from pier_megatron.outer.verdicts import Verdicts
+from pier_megatron.outer.verdicts import GOOD, Verdicts
 
 PRODUCTS = 4
 """Sums over the elements of each chunk: own * own, own * mean, mean * mean, momentum * momentum."""
@@ -102,12 +102,13 @@ class OuterRound:
     what arrives.
 
     Attributes:
-        exchange: Collectives between the participants.
         fragments: Fragments that it exchanges.
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
-        verdicts: Verdicts on the pseudo-gradients of all groups.
-        weight: Weight of this group's pseudo-gradient in the mean; participants average to 1.
+        verdict: Verdict on the pseudo-gradient of this group.
+        trained: Iterations of training behind it.
+        exchange: Collectives between the participants, once they have met.
+        verdicts: Their verdicts, likewise.
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
@@ -116,14 +117,17 @@ class OuterRound:
         restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 
+    exchange: GroupExchange
+    verdicts: Verdicts
+
     def __init__(
         self,
         stagings: Sequence[Staging],
-        exchange: GroupExchange,
         fragments: Sequence[int],
         rule: OuterRule,
-        verdicts: Verdicts,
         begun: int,
+        verdict: int,
+        trained: int,
         stopwatch: Stopwatch,
         device: torch.device,
     ) -> None:
@@ -133,7 +137,7 @@ class OuterRound:
         round, and the ``device`` is that of the sums. A pseudo-gradient that does not count is not sent; its group is moved to
         the common point all the same.
         """
-        self.exchange, self.rule, self.fragments = exchange, rule, fragments
+        self.fragments, self.rule, self.begun, self.verdict, self.trained = fragments, rule, begun, verdict, trained
         self.chunks = list(chunks_of(stagings, fragments))
         self.kept: list[Buffers] = []
         # One for all chunks; None before they leave.
@@ -142,12 +146,22 @@ class OuterRound:
         parts = max(1, min(_PARTS_TO_COMPARE, len(self.chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
-        self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
-        self.weight = 1.0
+        self._weight, self.stopwatch = 1.0, stopwatch
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
-        self.bytes_sent = sum(
+        self.bytes_sent = 0
+
+    def meet(self, exchange: GroupExchange, verdicts: Verdicts, weight: float = 1.0) -> None:
+        """Learns who takes part; again, if those before were lost.
+
+        Args:
+            exchange: Collectives between the participants.
+            verdicts: Their verdicts.
+            weight: Weight of this group's pseudo-gradient in the mean; participants average to 1.
+        """
+        self.exchange, self.verdicts, self._weight = exchange, verdicts, weight
+        self.bytes_sent += sum(
             exchange.wire.bytes_of_sum(chunk.carried, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
         )
 
@@ -207,17 +221,24 @@ class OuterRound:
             staged.give_back((ANCHOR, *self.rule.memory))
         self._release()
 
-    def drop(self, is_lost: bool = False) -> None:
-        """Gives all buffers back, and forgets what they hold; called on every rank alike.
+    def lose(self) -> None:
+        """Gives up what is on the wire of a communicator that is lost: the round can :meth:`meet` others.
 
-        Buffers on the wire of a communicator that is lost are not used again: nobody can wait for their sums, which may still
-        write to them.
+        Nobody can wait for its sums, which may still write to their buffers. These are not used again.
         """
-        if self._under_way and not is_lost:
+        if self._under_way:
+            for staging in {staging for staging, _ in self.chunks}:
+                staging.synchronize()
+            lost, self.kept = self.kept, [staging.keep() for staging, _ in self.chunks]
+            for (_, chunk), before, after in zip(self.chunks, lost, self.kept, strict=True):
+                after.of(chunk)[OWN].copy_(before.of(chunk)[OWN])
+        # A lost communicator ends once nobody holds its sums.
+        self._under_way, self._is_sent_on, self.bytes_sent = None, False, 0
+
+    def drop(self) -> None:
+        """Gives all buffers back, and forgets what they hold; called on every rank alike."""
+        if self._under_way:
             self.arrive()
-        elif self._under_way:
-            # A lost communicator ends once nobody holds its sums.
-            self.kept, self._under_way = [], []
         self._release()
 
     def _release(self) -> None:
@@ -293,13 +314,13 @@ class OuterRound:
     def _subtract(self, staged: Staged) -> None:
         """Takes the pseudo-gradient, ``own = anchor - parameters``; zero if this group does not count."""
         staged.subtract_parameters(staged.own)
-        if not self.verdicts.own_counts:
+        if self.verdict != GOOD:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
 
     def _write_sent(self, staged: Staged) -> None:
         self._rule_of(staged).send(staged)
-        if self.weight != 1:
-            staged.shared.mul_(self.weight)
+        if self._weight != 1:
+            staged.shared.mul_(self._weight)
 
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
         """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.
@@ -314,7 +335,7 @@ class OuterRound:
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
-        rule.update(staged, is_alone=size == 1 and self.verdicts.own_counts and not keep_progress)
+        rule.update(staged, is_alone=size == 1 and self.verdict == GOOD and not keep_progress)
         if keep_progress:
             staged.chunk.move_parameters(own.add_(anchor))
         else:

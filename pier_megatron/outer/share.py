@@ -42,6 +42,11 @@ class Moments:
             if changes and found:
                 self._write(parameter, found)
 
+    def forget(self) -> None:
+        """Sets all to zero."""
+        for moment in self.each(changes=True):
+            moment.zero_()
+
     def hand_over(self, exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device) -> None:
         """Gives ``groups`` the moments of the ``source``, or zeros if it is None; called by all groups of the exchange.
 

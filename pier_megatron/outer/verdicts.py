@@ -9,8 +9,8 @@ from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.outer.share import Share
 
-GOOD, NOT_FINITE, ABSENT = 1, 0, -1
-"""Verdicts on a group's pseudo-gradient; an absent one has none, for it was not there to train."""
+GOOD, NOT_FINITE, ABSENT, NOT_MET = 1, 0, -1, -2
+"""Verdicts on a group's pseudo-gradient; an absent one has none, for it was not there to train, nor one that was not met."""
 
 
 class DivergedError(RuntimeError):
@@ -18,15 +18,11 @@ class DivergedError(RuntimeError):
 
 
 class Verdicts:
-    """Verdicts of the participants of one round on their pseudo-gradients.
-
-    Attributes:
-        own: Verdict on this group, the same on all its ranks.
-    """
+    """Verdicts of the participants of one round on their pseudo-gradients."""
 
     def __init__(self, exchange: GroupExchange, own: int, device: torch.device, known: tuple[int, ...] | None = None) -> None:
         """Sends this rank's ``own`` verdict and begins to collect the others, unless they are known; waits for none."""
-        self._exchange, self.own, self._known = exchange, own, known
+        self._exchange, self._known = exchange, known
         if known is None:
             self._under_way = exchange.gather(torch.full((1,), own, device=device))
 
@@ -40,11 +36,6 @@ class Verdicts:
     def counted(self) -> list[bool]:
         """Which groups count in the mean. Waits for all participants."""
         return [verdict == GOOD for verdict in self.all()]
-
-    @property
-    def own_counts(self) -> bool:
-        """Whether this group counts. Waits for nobody."""
-        return self.own == GOOD
 
     def check(self, iteration: int) -> None:
         """Stops a run in which no group can continue after ``iteration``. Waits for all participants.

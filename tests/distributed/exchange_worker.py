@@ -134,9 +134,10 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
     for step in range(2):
         for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):
             parameter.sub_(part)
-        verdicts = Verdicts(exchange, NOT_FINITE if exchange.rank == 3 and step else GOOD, DEVICE)
+        verdict = NOT_FINITE if exchange.rank == 3 and step else GOOD
         rule = Nesterov(mu=0.9, eta=0.7)
-        round_ = OuterRound(stagings, exchange, (0,), rule, verdicts, step, Stopwatch(DEVICE), DEVICE)
+        round_ = OuterRound(stagings, (0,), rule, step, verdict, 1, Stopwatch(DEVICE), DEVICE)
+        round_.meet(exchange, Verdicts(exchange, verdict, DEVICE))
         if spans_iterations:
             round_.begin()
             for age in range(5):

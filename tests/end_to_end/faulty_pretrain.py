@@ -111,7 +111,7 @@ def _wait_for_islands_in_vain(iteration: int) -> None:
     def lose_patience() -> None:
         optimizer = current.pier_optimizer()
         assert optimizer is not None
-        optimizer.loop.steps.wait_seconds = 3.0  # type: ignore[attr-defined]
+        optimizer.loop.steps.peers.wait_seconds = 3.0  # type: ignore[attr-defined]
 
     _before(iteration, lose_patience)
 

@@ -226,8 +226,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
                 models[island].set(anchor)
                 last[island] = step["iteration"]
                 if said not in (GOOD, ABSENT):
-                    for moment, other in zip(models[island].moments, models[counted[0]].moments, strict=True):
-                        moment.copy_(other)
+                    models[island].moments = [torch.zeros_like(moment) for moment in models[island].moments]
                 moments[island, step["iteration"]] = [moment.clone() for moment in models[island].moments]
             before = step["iteration"]
             found[before] = anchor
@@ -384,7 +383,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     run = {"--tensor-model-parallel-size": plan.layout}
     # Each node has a separate address; on this machine all loopback addresses exist.
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
-    membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
+    apart = dist.new_group()
+    membership = memberships.Membership(plan.index, url, address, apart, config.codec, timeout, run, plan.islands, secret)
     _break_on_demand()
     if plan.halts_connecting:
         memberships.connect = _halted(memberships.connect)

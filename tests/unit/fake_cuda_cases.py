@@ -41,8 +41,8 @@ _REASONS = {
     "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",
     "share.py:Share.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
-    "elastic.py:ElasticSteps._standing": "islands compare numbers on the host before they meet",
-    "elastic.py:ElasticSteps._attempt": "and those of the others",
+    "elastic.py:ElasticPeers._standing": "islands compare numbers on the host before they meet",
+    "elastic.py:ElasticPeers._attempt": "and those of the others",
     "state.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",
     "state.py:OuterState.checksum": "of an offloaded anchor they sum the bits on the host",
 }
@@ -163,7 +163,7 @@ def test_main_parameters_in_halves_stay_on_the_device() -> None:
 )
 def test_excluded_groups_and_snapshots_mix_no_devices(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verdicts, "all", lambda verdicts: (NOT_FINITE, GOOD))
-    rare = ("pier_megatron/outer/steps.py:OuterSteps.restart", "pier_megatron/outer/share.py:Moments.hand_over")
+    rare = ("pier_megatron/outer/static.py:StaticPeers.restart", "pier_megatron/outer/share.py:Moments.hand_over")
     monkeypatch.setattr(f"{__name__}._MEANT", _MEANT | dict.fromkeys(rare, "a group is excluded"))
     train(config_of(**{"train_iters": 9} | settings), looks_back=True)
 
@@ -174,7 +174,7 @@ def test_elastic_islands(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(elastic, "refusals_of", lambda standings, present: {})
     config = config_of(sync_interval=1, lazy_start_iters=0, preset="diloco", lighthouse="http://other", offload=offload)
     with watched(config) as (gpu, exchange, _):
-        meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome)
+        meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome, sum_inside=lambda n: n)
         islands = ElasticMembership(meets, own=0, wait_seconds=60)
         loop = OuterLoop([shards_on(torch.device("cuda"))], config, GroupExchange(codec=config.codec), islands=islands)
         loop.rehearse()

@@ -27,7 +27,7 @@ from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
-from pier_megatron.outer.steps import OuterSteps
+from pier_megatron.outer.static import StaticPeers
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
 EXCHANGE, _OF_TWO = GroupExchange(), GroupExchange(groups=range(2))
@@ -46,8 +46,9 @@ def seen(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def outer_round(state: OuterState, mu: float = 0.9, eta: float = 0.7) -> OuterRound:
-    verdicts = Verdicts(EXCHANGE, GOOD, DEVICE)
-    return OuterRound([Staging(state)], EXCHANGE, (0,), Nesterov(mu, eta), verdicts, 1, Stopwatch(DEVICE), DEVICE)
+    round_ = OuterRound([Staging(state)], (0,), Nesterov(mu, eta), 1, GOOD, 1, Stopwatch(DEVICE), DEVICE)
+    round_.meet(EXCHANGE, Verdicts(EXCHANGE, GOOD, DEVICE))
+    return round_
 
 
 # How the state may be cut and kept; none of it may change a result.
@@ -121,12 +122,12 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
 def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> None:
     """An anchor that is not finite restarts nobody; with an overlap of a whole interval it is judged in the same iteration."""
     config = PierConfig(train_iters=40, groups=4, sync_interval=4, lazy_start_iters=4, subgroup_size=2, overlap=4)
-    steps = OuterSteps(config, mock.Mock(exchange=GroupExchange(groups=range(config.groups))), mock.Mock())
-    steps.last_restart = 12
+    peers = StaticPeers(config, mock.Mock(exchange=GroupExchange(groups=range(config.groups))), None)
+    peers.last_restart = 12
     looked = []
     for begun in (8, 12, 16, 20):
         round_ = mock.Mock(begun=begun, exchange=mock.Mock(size=2))
-        steps.check(round_, begun + config.overlap)
+        peers.check(round_, begun + config.overlap)
         looked.append(round_.verdicts.check.called)
     assert looked == [False, True, True, False]
 

@@ -18,7 +18,7 @@ from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
-from pier_megatron.outer.steps import OuterSteps
+from pier_megatron.outer.static import StaticPeers
 
 
 class _Exchange(GroupExchange):
@@ -72,7 +72,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
-        stack.enter_context(mock.patch.object(OuterSteps, "at", return_value=exchange))
+        stack.enter_context(mock.patch.object(StaticPeers, "at", return_value=exchange))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
         trained = loop.OuterLoop([[Shards(parameters[:4])], [Shards(parameters[4:])]], config, exchange)
@@ -172,7 +172,7 @@ class _Furthest(_Exchange):
         self._handed_over, self._breaks_after = 0, 4
 
     def gather(self, vector: torch.Tensor) -> Gathered:
-        return Gathered(torch.stack([vector, torch.tensor([1, 4, 4, 0, 0, 0, 0])]))
+        return Gathered(torch.stack([vector, torch.tensor([1, 4, 4, 0, 0, 0, 0, -1])]))
 
     def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
         self._handed_over += 1
@@ -182,7 +182,7 @@ class _Furthest(_Exchange):
 
 
 def membership(exchange: GroupExchange) -> ElasticMembership:
-    meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome)
+    meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome, sum_inside=lambda numbers: numbers)
     return ElasticMembership(meets, own=0, wait_seconds=60)
 
 
