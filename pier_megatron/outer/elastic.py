@@ -179,11 +179,10 @@ class ElasticPeers:
             return None
         taken, last = formed.round, self._config.train_iters
         if taken is not None:
-            taken.finish()
-        if taken is not None or formed.has_joined:
-            # An island that has joined had parameters of its own.
-            self._share.return_to_anchor()
+            taken.finish(keep_progress=False)
         if formed.has_joined:
+            # It had parameters of its own, of all fragments.
+            self._share.return_to_anchor()
             # Where the others apply what this island has applied already.
             landing = formed.iteration + (self._config.overlap if taken is not None else 0)
             progress.iteration = formed.iteration if formed.iteration == last else min(landing, last - 1)
@@ -264,7 +263,7 @@ class ElasticPeers:
             exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
             # join a collective in which the others wait.
-            own = self._standing(progress, due is not None, under_way)
+            own = self._standing(progress, due, under_way)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._quorums.meet(datetime.timedelta(seconds=within))
@@ -340,14 +339,15 @@ class ElasticPeers:
         round_.begin()
         return round_
 
-    def _standing(self, progress: Progress, is_due: bool, under_way: int) -> Tensor:
+    def _standing(self, progress: Progress, due: OuterRound | None, under_way: int) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
         [checksum] = self._share.checksums((ANCHOR,))
         # Sums over the whole island, so that all its ranks judge alike.
         sums = self._quorums.sum_inside(torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)]))
         checksum_of_all, without_own_anchor = sums.tolist()
         place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
-        own = [self.group, *place, int(is_due), checksum_of_all, progress.trained, int(self._is_new), under_way]
+        trained = 0 if due is None else due.trained
+        own = [self.group, *place, int(due is not None), checksum_of_all, trained, int(self._is_new), under_way]
         return torch.tensor(own, device=self._share.device)
 
 

@@ -303,7 +303,7 @@ class OuterLoop:
         self.share.synchronize()
         for state, saved in zip(self.states, snapshot.states, strict=True):
             state.restore(saved)
-        self.steps.resume(snapshot.rounds, self.progress, snapshot.restarted)
+        self.steps.resume(snapshot.rounds, snapshot.restarted)
         self.share.commit()
 
     def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:

@@ -209,15 +209,15 @@ class OuterRound:
             for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
                 part[name].copy_(of_chunk)
 
-    def finish(self) -> None:
-        """Applies the result and keeps what this group has learned since :meth:`begin`.
+    def finish(self, keep_progress: bool = True) -> None:
+        """Applies the result, and perhaps keeps what this group has learned since :meth:`begin`.
 
-        The parameters become the new common point plus their progress since the start of the step: the delayed outer step of
-        "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
+        Then the parameters become the new common point plus their progress since the start of the step: the delayed outer step
+        of "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()
         for staged in self._lent(OWN, ANCHOR, *self.rule.memory):
-            self._apply(staged, keep_progress=True)
+            self._apply(staged, keep_progress)
             staged.give_back((ANCHOR, *self.rule.memory))
         self._release()
 

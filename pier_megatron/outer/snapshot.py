@@ -37,7 +37,7 @@ class Progress:
         is_local: Whether it belongs to the local phase, in which groups train apart.
         is_synchronised: Whether all groups hold the same parameters now.
         last_common_step: Iteration after which this group took its last outer step with others.
-        trained: Iterations that this group has trained since.
+        trained: Iterations that this group has trained since the last one that it took part in began.
     """
 
     iteration: int = 0

@@ -130,8 +130,8 @@ class OuterSteps:
 
     def join(self, progress: Progress) -> None:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
-        is_left = progress.last_common_step < progress.iteration and not self.rounds
-        fragments = self._config.fragments_due(progress.iteration) if is_left else ()
+        config, is_left = self._config, progress.last_common_step < progress.iteration and not self.rounds
+        fragments = config.fragments_due(progress.iteration) if is_left else ()
         due = self._prepare(progress, fragments) if fragments else None
         if due is not None:
             self.peers.begin(due, progress, is_hidden=False)
@@ -141,15 +141,19 @@ class OuterSteps:
             due.drop()
         if taken is not None:
             self._end(progress, taken)
+        if taken is not None and taken.begun < progress.iteration and (fragments := config.fragments_due(progress.iteration)):
+            # Where the others apply it they begin the next one.
+            self._take(progress, fragments)
         if self.peers.is_deserted:
-            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {config.island_wait} minutes.")
 
     def _prepare(self, progress: Progress, fragments: Sequence[int]) -> OuterRound:
         config, share, stopwatch = self._config, self._share, Stopwatch(self._share.device)
         with stopwatch.running(), self._phase("verdict", progress.iteration):
             verdict = own_verdict(share)
         rule = rule_at(config, progress.iteration)
-        begun, trained = progress.iteration, progress.trained
+        # What it trains from now on counts in the next one.
+        begun, trained, progress.trained = progress.iteration, progress.trained, 0
         round_ = OuterRound(share.stagings, fragments, rule, begun, verdict, trained, stopwatch, share.device)
         round_.training = self._reports.take_training()
         return round_
@@ -169,9 +173,11 @@ class OuterSteps:
     def _land(self, progress: Progress, round_: OuterRound, is_hidden: bool) -> None:
         with self._phase("finish" if is_hidden else "outer_step", progress.iteration):
             taken = self.peers.land(round_, progress, is_hidden)
-        if taken is not round_:
+        if taken is None:
+            # Nobody came. What is behind it goes into the next one.
+            progress.trained += round_.trained
             round_.drop()
-        if taken is not None:
+        else:
             if not is_hidden:
                 progress.is_synchronised = taken.rule.has_common_anchor and len(taken.fragments) == self._config.fragments
             self._end(progress, taken)
@@ -183,7 +189,6 @@ class OuterSteps:
                 self._share.return_to_anchor()
             self._share.commit()
         progress.last_common_step = round_.begun
-        progress.trained -= round_.trained
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         self._reports.add(round_, self.peers.audience.gather(own), restarted)
 
@@ -195,16 +200,14 @@ class OuterSteps:
             round_.drop()
         self.rounds = []
 
-    def resume(self, saved: Sequence[RoundBuffers], progress: Progress, restarted: Mapping[int, int]) -> None:
+    def resume(self, saved: Sequence[RoundBuffers], restarted: Mapping[int, int]) -> None:
         """Continues what was under way when a run was saved."""
         self.peers.last_restart = restarted.get(self._share.exchange.rank, NEVER)
         for buffers in saved:
             begun, verdict = buffers.begun, buffers.verdicts[self.peers.group]
-            # Those that it has trained since count for the next outer step.
-            trained = max(progress.trained - (progress.iteration - begun), 0)
             fragments, stopwatch, device = self._config.fragments_due(begun), Stopwatch(self._share.device), self._share.device
             rule = rule_at(self._config, begun)
-            round_ = OuterRound(self._share.stagings, fragments, rule, begun, verdict, trained, stopwatch, device)
+            round_ = OuterRound(self._share.stagings, fragments, rule, begun, verdict, 0, stopwatch, device)
             self.peers.resume(round_, buffers)
             self.rounds.append(round_)
 

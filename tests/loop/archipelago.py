@@ -9,6 +9,8 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import functools
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -39,6 +41,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 INTERVAL, MU, ETA = 5, 0.9, 0.7
@@ -96,6 +99,8 @@ class Plan:
         skips: Iterations that nobody trains.
         loads: Iteration of the save of an island of its number that it starts from.
         secret: Name of the file with its secret.
+        overlap: Iterations behind which an exchange is hidden.
+        fragments: Parts of the parameters that are exchanged at different times.
     """
 
     index: int
@@ -117,6 +122,8 @@ class Plan:
     skips: tuple[int, ...] = ()
     loads: int | None = None
     secret: str = "secret"
+    overlap: int = 0
+    fragments: int = 1
 
     def trains(self, iteration: int) -> bool:
         """Whether it reads samples in an iteration."""
@@ -130,6 +137,8 @@ class Plan:
             lazy_start_iters=0,
             outer_lr=ETA,
             outer_momentum=MU,
+            overlap=self.overlap,
+            fragments=self.fragments,
         )
 
 
@@ -164,74 +173,135 @@ def rests(iteration: int, rests_after: int) -> bool:
     return rests_after < iteration % INTERVAL
 
 
-def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
-    """What the outer steps that were written down have to come to.
+@dataclasses.dataclass
+class _Simulated:
+    """An island of the simulation, of which one part is trained.
 
-    Args:
-        steps: Outer steps in order: participants, contributing islands, and each island ``by`` its number.
-        parts: Ranks of an island.
-
-    Returns:
-        The anchor after each of these iterations, of all parts; float32 by iteration.
+    Attributes:
+        model: What it trains.
+        at: Iterations that it has passed.
+        start: Process that it is now.
+        landing: Iteration in which it applies what is under way, and what that is.
     """
-    anchors: list[dict[int, Tensor]] = []
-    for part in range(parts):
-        anchor = Model(0, part).flat()
-        momentum, before, found = torch.zeros_like(anchor), 0, {}
-        models: dict[int, Model] = {}
-        started: dict[int, Island] = {}
-        # Saved moments, by island and iteration; and the last outer step of each island.
-        moments: dict[tuple[int, int], list[Tensor]] = {}
-        last: dict[int, int] = {}
+
+    model: Model
+    at: int
+    start: "Island"
+    landing: tuple[int, Callable[[], None]] | None = None
+
+
+class Simulation:
+    """What the outer steps that were written down have to come to, in one part of the model.
+
+    Attributes:
+        anchors: The anchor after each outer step, by the iteration in which that began.
+        parameters: Those of an island after it has applied an outer step, by its number and that iteration.
+    """
+
+    def __init__(self, steps: Sequence[Step], part: int, overlap: int, fragments: int) -> None:
+        """Takes outer steps in order: participants, contributing islands, and each island ``by`` its number."""
+        self._part, self._overlap = part, overlap
+        state = OuterState([Shards(Model(0, part).parameters)], ranks.CHUNK_NUMEL, fragments)
+        self._of_fragment = [
+            torch.cat([torch.arange(chunk.start, chunk.start + chunk.numel) for chunk in state.chunks if chunk.fragment == each])
+            for each in range(fragments)
+        ]
+        self._anchor = Model(0, part).flat()
+        self._momentum, self._before = torch.zeros_like(self._anchor), 0
+        self._islands: dict[int, _Simulated] = {}
+        # Moments at the end of each iteration, for islands that start again from a save.
+        self._moments: dict[tuple[int, int], list[Tensor]] = {}
+        self.anchors: dict[int, Tensor] = {}
+        self.parameters: dict[tuple[int, int], Tensor] = {}
         for step in steps:
-            trained: dict[int, int] = {}
-            for island, said in zip(step["islands"], step["verdicts"], strict=True):
-                began, start = before, step["by"][island]
-                if start is None:
-                    assert said == ABSENT, (step["iteration"], island)
-                    continue
-                if started.get(island) is not start:
-                    loads = start.plan.loads
-                    if loads is not None and (island, loads) not in moments:
-                        # What followed that save was undone.
-                        for iteration in filter(start.plan.trains, range(last[island] + 1, loads + 1)):
-                            models[island].step(iteration)
-                        moments[island, loads] = [moment.clone() for moment in models[island].moments]
-                        began = loads
-                    if start.took_over or island not in models:
-                        models[island] = Model(island, part)
-                        models[island].set(anchor)
-                    if start.took_over and loads is not None:
-                        # The others have not handed these over.
-                        models[island].moments = [moment.clone() for moment in moments[island, loads]]
-                    began = max(began, start.joined_at if start.took_over else 0)
-                    started[island] = start
-                iterations = range(began + 1, step["iteration"] + 1) if said != ABSENT else range(0)
-                for iteration in iterations:
-                    if start.plan.trains(iteration):
-                        models[island].step(iteration)
-                    moments[island, iteration] = [moment.clone() for moment in models[island].moments]
-                since = max(before, start.joined_at if start.took_over else 0)
-                trained[island] = sum(map(start.plan.trains, range(since + 1, step["iteration"] + 1)))
-            counted = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == GOOD]
-            weights = torch.tensor([float(trained[island]) for island in counted])
-            weights += float(not weights.any())
-            deltas = torch.stack([anchor - models[island].flat() for island in counted])
-            delta = (deltas * weights[:, None]).sum(0) / weights.sum()
-            momentum = MU * momentum + delta
-            anchor = anchor - ETA * (delta + MU * momentum)
-            for island, said in zip(step["islands"], step["verdicts"], strict=True):
-                if step["by"][island] is None:
-                    continue
-                models[island].set(anchor)
-                last[island] = step["iteration"]
-                if said not in (GOOD, ABSENT):
-                    models[island].moments = [torch.zeros_like(moment) for moment in models[island].moments]
-                moments[island, step["iteration"]] = [moment.clone() for moment in models[island].moments]
-            before = step["iteration"]
-            found[before] = anchor
-        anchors.append(found)
-    return {iteration: torch.cat([found[iteration] for found in anchors]) for iteration in anchors[0]}
+            self._take(step)
+
+    def _take(self, step: Step) -> None:
+        iteration, said = step["iteration"], dict(zip(step["islands"], step["verdicts"], strict=True))
+        for island in said:
+            if step["by"][island] is None:
+                assert said[island] == ABSENT, (iteration, island)
+                continue
+            self._start(island, step["by"][island])
+            if said[island] != ABSENT:
+                self._advance(island, iteration)
+        counted = [island for island in said if said[island] == GOOD]
+        trained = {island: self._trained(island, iteration) for island in counted}
+        weights = torch.tensor([float(trained[island]) for island in counted])
+        weights += float(not weights.any())
+        config = self._islands[counted[0]].start.plan.config()
+        # After the last iteration all are due.
+        place = torch.cat([self._of_fragment[fragment] for fragment in config.fragments_due(iteration)])
+        deltas = torch.stack([self._anchor[place] - self._islands[island].model.flat()[place] for island in counted])
+        delta = (deltas * weights[:, None]).sum(0) / weights.sum()
+        self._momentum[place] = MU * self._momentum[place] + delta
+        self._anchor[place] = self._anchor[place] - ETA * (delta + MU * self._momentum[place])
+        self._before, self.anchors[iteration] = iteration, self._anchor.clone()
+        for island in said:
+            if step["by"][island] is None:
+                continue
+            simulated = self._islands[island]
+            apply = functools.partial(self._apply, island, iteration, said[island], simulated.model.flat(), place)
+            simulated.landing = iteration + self._overlap, apply
+            if said[island] == ABSENT or not self._overlap or iteration == config.train_iters:
+                self._land(island)
+
+    def _start(self, island: int, start: "Island") -> None:
+        """Lets an island be the process that it is now."""
+        before, loads = self._islands.get(island), start.plan.loads
+        if before is not None and before.start is start:
+            return
+        if before is not None and loads is not None and (island, loads) not in self._moments:
+            # What followed that save was undone.
+            before.start = start
+            self._advance(island, loads)
+        if start.took_over or before is None:
+            model = Model(island, self._part)
+            model.set(self._anchor)
+            if start.took_over and loads is not None:
+                # The others have not handed these over.
+                model.moments = [moment.clone() for moment in self._moments[island, loads]]
+            self._islands[island] = _Simulated(model, start.joined_at if start.took_over else 0, start)
+        else:
+            before.start = start
+            if not start.keeps_under_way:
+                before.landing = None
+
+    def _advance(self, island: int, until: int) -> None:
+        simulated = self._islands[island]
+        for iteration in range(simulated.at + 1, until + 1):
+            simulated.at = iteration
+            if simulated.start.plan.trains(iteration):
+                simulated.model.step(iteration)
+            if simulated.landing is not None and simulated.landing[0] == iteration:
+                self._land(island)
+            self._moments[island, iteration] = [moment.clone() for moment in simulated.model.moments]
+
+    def _land(self, island: int) -> None:
+        simulated = self._islands[island]
+        assert simulated.landing is not None
+        simulated.landing[1]()
+        simulated.landing = None
+        self._moments[island, simulated.at] = [moment.clone() for moment in simulated.model.moments]
+
+    def _apply(self, island: int, begun: int, verdict: int, sent: Tensor, place: Tensor) -> None:
+        model, anchor = self._islands[island].model, self.anchors[begun]
+        flat = model.flat()
+        if verdict == GOOD and self._overlap:
+            flat[place] += anchor[place] - sent[place]
+        elif verdict == GOOD:
+            flat[place] = anchor[place]
+        else:
+            flat = anchor
+        model.set(flat)
+        if verdict not in (GOOD, ABSENT):
+            model.moments = [torch.zeros_like(moment) for moment in model.moments]
+        self.parameters[island, begun] = model.flat()
+
+    def _trained(self, island: int, iteration: int) -> int:
+        start = self._islands[island].start
+        since = max(self._before, start.joined_at if start.took_over else 0)
+        return sum(map(start.plan.trains, range(since + 1, iteration + 1)))
 
 
 class _Diary:
@@ -421,7 +491,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
         if plan.loads is not None:
             saves.load(plan.loads, model, loop)
         loop.join()
-        diary.write(joined=loop.iteration, took_over=loop.iteration != (plan.loads or 0))
+        under_way = len(loop.steps.rounds)
+        diary.write(joined=loop.iteration, took_over=loop.iteration != (plan.loads or 0), under_way=under_way)
         if plan.dies_after is not None:
             _signal_in_a_sum(signal.SIGKILL, _in_steps(loop, [plan.dies_after]))
         if plan.halts_after and part == 0:
@@ -580,6 +651,11 @@ class Island:
     def took_over(self) -> bool:
         """Whether it took over the others' anchor then."""
         return bool(self._joined()["took_over"])
+
+    @property
+    def keeps_under_way(self) -> bool:
+        """Whether it has yet to apply what was under way when it was saved."""
+        return bool(self._joined()["under_way"])
 
     def taken(self) -> int:
         """Outer steps that all its ranks have taken."""
@@ -742,7 +818,9 @@ class Archipelago:
         """The island of a number that took part in an outer step; None if it died before it knew that it had joined."""
         joined = [island for island in self.islands if island.index == index and island.has_joined]
         # One that starts from a save of this very outer step has not taken it.
-        took = [island for island in joined if island.joined_at < iteration or iteration in island.steps()]
+        # One that has joined where others apply an outer step begins the next one there.
+        begins = [island for island in joined if island.took_over and (island.joined_at, verdict) == (iteration, GOOD)]
+        took = [island for island in joined if island in begins or island.joined_at < iteration or iteration in island.steps()]
         # One that was left behind came to the step after the one that it missed, and did not count there.
         has_left = [island for island in took if verdict == ABSENT and island.missed(iteration)]
         there = [island for island in took if iteration <= island.valid_until and island not in has_left]
@@ -768,15 +846,25 @@ class Archipelago:
                     where = (iteration, island.index)
                     assert (part["islands"], part["verdicts"]) == (first[0]["islands"], first[0]["verdicts"]), where
                     assert (part["anchor"], part["momentum"]) == (one["anchor"], one["momentum"]), where
-                    assert part["parameters"] == part["anchor"], where
             agreed = torch.tensor([number for part in first for number in part["anchor"]])
             said = zip(first[0]["islands"], first[0]["verdicts"], strict=True)
             by = {index: self._there(index, iteration, verdict) for index, verdict in said}
             found[iteration] = first[0] | {"all": agreed, "by": by}
-        assert list(found) == list(range(INTERVAL, max(found) + 1, INTERVAL))
-        for iteration, anchor in simulate(list(found.values())).items():
-            furthest = (found[iteration]["all"] - anchor).abs().max().item()
+        plan = self.islands[0].plan
+        due = list(itertools.takewhile(lambda iteration: iteration <= max(found), plan.config().outer_steps()))
+        assert list(found) == due, sorted(set(due) ^ {*found})
+        simulated = [Simulation(list(found.values()), part, plan.overlap, plan.fragments) for part in range(PARTS)]
+        for iteration, step in found.items():
+            anchor = torch.cat([of_part.anchors[iteration] for of_part in simulated])
+            furthest = (step["all"] - anchor).abs().max().item()
             assert furthest < ROUNDING, f"after iteration {iteration} the anchor is {furthest} from that of the simulation"
+            for island, of_parts in taken[iteration].items():
+                for of_part, said in zip(simulated, of_parts, strict=True):
+                    # What one applied that died before its next outer step is not simulated.
+                    if (flat := of_part.parameters.get((island.index, iteration))) is not None:
+                        furthest = (torch.tensor(said["parameters"]) - flat).abs().max().item()
+                        where = f"after that of iteration {iteration} the parameters of island {island.index} are {furthest}"
+                        assert furthest < ROUNDING, f"{where} from those of the simulation"
         return found
 
     def end(self) -> None:

@@ -10,13 +10,14 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -96,8 +97,8 @@ class Outcome:
 
 
 class _Torture:
-    def __init__(self, sea: Archipelago) -> None:
-        self._sea, self.outcome = sea, Outcome()
+    def __init__(self, sea: Archipelago, settings: Mapping[str, int]) -> None:
+        self._sea, self.outcome, self._plan = sea, Outcome(), functools.partial(Plan, **settings)
         self._live: dict[int, Island] = {}
 
     def run(self, events: Sequence[Event]) -> None:
@@ -130,13 +131,13 @@ class _Torture:
         """An island dies with a part of its pseudo-gradient sent."""
         index = self._victim(event).index
         self._live.pop(index).kill()
-        self._sea.start(Plan(index, dies_after=int(3 * event.amount))).wait(START_SECONDS)
+        self._sea.start(self._plan(index, dies_after=int(3 * event.amount))).wait(START_SECONDS)
 
     def restart_from_an_older_save(self, event: Event) -> None:
         """An island starts again from a save that the others have long left behind."""
         index = self._victim(event).index
         self._live.pop(index).kill()
-        self._live[index] = self._sea.start(Plan(index, loads=self._older_save(event, index)))
+        self._live[index] = self._sea.start(self._plan(index, loads=self._older_save(event, index)))
 
     def restart_of_all_from_a_save(self, event: Event) -> None:
         """All start again, perhaps one of them from an older save than the others."""
@@ -147,7 +148,7 @@ class _Torture:
         self._sea.roll_back_to(iteration)
         for index in self._live:
             older = index == late and event.amount < 0.3
-            self._live[index] = self._sea.start(Plan(index, loads=self._older_save(event, index) if older else iteration))
+            self._live[index] = self._sea.start(self._plan(index, loads=self._older_save(event, index) if older else iteration))
 
     def pause(self, event: Event) -> None:
         """An island is stopped for less than a time-out."""
@@ -207,7 +208,7 @@ class _Torture:
 
     def _populate(self) -> None:
         for index in sorted(set(range(ISLANDS)) - set(self._live)):
-            self._live[index] = self._sea.start(Plan(index))
+            self._live[index] = self._sea.start(self._plan(index))
 
     def _settle(self, event: str) -> float:
         """Waits until all survivors have continued; restarts an island that ended because the others continued without it."""
@@ -249,15 +250,16 @@ DEEDS = [
 """What can be done to islands."""
 
 
-def torture(folder: Path, events: Sequence[Event]) -> Outcome:
+def torture(folder: Path, events: Sequence[Event], settings: Mapping[str, int]) -> Outcome:
     """Does things to islands and checks what they come to.
 
     Args:
         folder: Folder for what they record.
         events: What is done to them.
+        settings: How they exchange, in a :class:`Plan`.
     """
     with archipelago(folder, LEAST, JOIN_TIMEOUT) as sea:
-        tortured = _Torture(sea)
+        tortured = _Torture(sea, settings)
         tortured.run(events)
     tortured.outcome.steps = len(sea.check())
     tortured.outcome.remaining = len(sea.processes())
@@ -290,10 +292,10 @@ def shrunk(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], at
     return left
 
 
-def _fails(events: Sequence[Event]) -> bool:
+def _fails(events: Sequence[Event], settings: Mapping[str, int]) -> bool:
     with tempfile.TemporaryDirectory(prefix="islands-torture-") as folder, contextlib.redirect_stdout(None):
         try:
-            torture(Path(folder), events)
+            torture(Path(folder), events, settings)
         except AssertionError:
             return True
     return False
@@ -306,23 +308,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="+", help="seeds of the events, a run for each; by default three new ones")
     parser.add_argument("--replay", metavar="EVENTS", help="these events, as a failure prints them")
     parser.add_argument("--shrink", type=int, default=20, metavar="N", help="attempts to make a failure shorter (%(default)s)")
+    parser.add_argument("--overlap", type=int, default=0, help="iterations behind which exchanges are hidden (%(default)s)")
+    parser.add_argument("--fragments", type=int, default=1, help="parts that are exchanged at different times (%(default)s)")
     options = parser.parse_args()
+    settings = {"overlap": options.overlap, "fragments": options.fragments}
     if options.replay:
-        _run([*map(Event.parse, options.replay.split())], options.shrink)
+        _run([*map(Event.parse, options.replay.split())], options.shrink, settings)
         return
     for seed in options.seed or random.sample(range(10**6), 3):
         print(f"Seed {seed}", flush=True)
-        _run(draw(options.events, seed), options.shrink)
+        _run(draw(options.events, seed), options.shrink, settings)
 
 
-def _run(events: Sequence[Event], attempts: int) -> None:
+def _run(events: Sequence[Event], attempts: int, settings: Mapping[str, int]) -> None:
     # Stays where it is if something fails.
     folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
     try:
-        outcome = torture(folder, events)
+        outcome = torture(folder, events, settings)
     except AssertionError as error:
         print(f"Failed: {error}; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
-        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, _fails, attempts)))}'", flush=True)
+        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, functools.partial(_fails, settings=settings), attempts)))}'", flush=True)
         raise
     shutil.rmtree(folder)
     print(outcome)

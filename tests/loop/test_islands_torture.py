@@ -11,9 +11,10 @@ _FIXED = "cut_one_way:2:0.1:0.2 restart_from_an_older_save:1:0.1:0.1 darken:0:0.
 
 
 @pytest.mark.processes
-def test_short_torture_of_islands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"overlap": 2, "fragments": 2}])
+def test_short_torture_of_islands(tmp_path: Path, settings: dict[str, int]) -> None:
     events = list(map(Event.parse, _FIXED.split()))
-    outcome = torture(tmp_path, events)
+    outcome = torture(tmp_path, events, settings)
     assert outcome.events.total() == len(events)
     assert outcome.remaining == 0
 
