@@ -45,7 +45,8 @@ from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
+from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.standings import LeftBehindError
 
 _ISLANDS, _INTERVAL, _BATCH, _ITERATION_SECONDS, _PORT = 8, 20, 8, 0.1, 29510
 _DEAD_SECONDS, _AWAY_SECONDS, _START_SECONDS = 5.0, (1.0, 10.0), 120.0

@@ -116,12 +116,6 @@ class PierConfig(RunSchedule):
                 "islands that never agree have no common state for a joining island to take over. Use another preset, without "
                 "--pier-subgroup-size",
             ),
-            (
-                self.has_error_feedback,
-                f"--pier-exchange-dtype {self.exchange_dtype}",
-                "after a retried outer step, what the codec drops is lost. Add --pier-no-error-feedback, which needs int4 at "
-                "least",
-            ),
         )
         beside = "cannot be used with elastic islands (--pier-lighthouse)"
         Problems([f"{given} {beside}: {why}." for holds, given, why in table if holds]).report()

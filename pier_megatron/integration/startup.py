@@ -12,7 +12,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, wire_of, work_bytes
+from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, residuals_of, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.state import ANCHOR, OuterState, Stored
 from pier_megatron.values import folder_to_write, is_in_object_store
@@ -182,14 +182,16 @@ class Takes:
         ]
         if experts:
             of_optimizers.append([Shards([torch.empty(experts, device="meta")], stored=stored, holders=of_experts)])
+        segment_numel, residuals = residuals_of(config, config.lighthouse is not None)
         states = [
             OuterState(
                 shards,
                 chunk_numel=config.chunk_numel_on(device_type),
                 fragments=config.fragments,
-                segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
                 device=torch.device("meta"),
                 common=common_names(config),
+                segment_numel=segment_numel,
+                residuals=residuals,
             )
             for shards in of_optimizers
         ]

@@ -5,14 +5,10 @@ step is simply retried. An island that joins takes over the anchor and the momen
 sends nothing, and computes the same new anchor by the same update.
 """
 
-import collections
-import contextlib
 import dataclasses
 import datetime
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,17 +20,26 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.membership import Membership, Outcome
 from pier_megatron.exchange.wire import Wire
-from pier_megatron.outer.rounds import OuterRound, Stopwatch
+from pier_megatron.outer.behind import Behind
+from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
-from pier_megatron.outer.state import ANCHOR
+from pier_megatron.outer.standings import (
+    IS_DUE,
+    ISLAND,
+    ITERATION,
+    NOWHERE,
+    SYNCED,
+    LeftBehindError,
+    refusals_of,
+    those_present,
+    weight,
+)
+from pier_megatron.outer.state import ANCHOR, REDUCED, RESIDUAL
 from pier_megatron.outer.steps import NEVER
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import ABSENT, NOT_FINITE, NOT_MET, DivergedError, Verdicts
-
-
-class LeftBehindError(PierConfigError):
-    """The other islands continued without this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,50 +78,8 @@ class _Formed:
     refusal: LeftBehindError | None = None
 
 
-# Standing of an island, which it sends to its quorum.
-_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW, _UNDER_WAY = range(8)
-Standing = Sequence[int]
-
-# Standing of an island that has dropped its own anchor and does not hold that of the others yet; no outer step under way.
-_NOWHERE = -1
-
 # Time to form a quorum after the last failure.
 _LEAST_SECONDS = 1.0
-
-_TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
-
-
-class _Behind:
-    """What another thread does behind training, without gradients and on a stream of its own."""
-
-    def __init__(self, work: Callable[[], "_Formed | None"], device: torch.device) -> None:
-        """Begins after what the present stream has queued."""
-        self._done: futures.Future[_Formed | None] = futures.Future()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-        def run() -> None:
-            apart = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-            try:
-                with torch.no_grad(), apart:
-                    self._done.set_result(work())
-            except BaseException as error:
-                self._done.set_exception(error)
-
-        # A daemon: a process that ends does not wait for islands.
-        threading.Thread(target=run, name="pier-islands", daemon=True).start()
-
-    def result(self) -> "_Formed | None":
-        """Waits for it."""
-        formed = self._done.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return formed
-
-    def wait(self) -> None:
-        """Waits for it, whatever comes of it."""
-        futures.wait([self._done])
 
 
 class _Past(GroupExchange):
@@ -140,7 +103,7 @@ class ElasticPeers:
         self._config, self._share, self._quorums, self.wait_seconds = config, share, islands.quorums, islands.wait_seconds
         self.group, self.audience, self.last_restart, self.is_deserted = islands.own, share.exchange, NEVER, False
         self._has_own_anchor, self._is_new = True, True
-        self._behind: _Behind | None = None
+        self._behind: Behind[_Formed | None] | None = None
         self._attempted: OuterRound | None = None
 
     def begin(self, round_: OuterRound, progress: Progress, is_hidden: bool) -> None:
@@ -150,7 +113,7 @@ class ElasticPeers:
             # Where it stands now. Only at the start it may take over what others have.
             self._is_new = False
             place = dataclasses.replace(progress)
-            self._behind = _Behind(lambda: self._meet(place, round_), self._share.device)
+            self._behind = Behind(lambda: self._meet(place, round_), self._share.device)
 
     def proceed(self, round_: OuterRound, age: int) -> None:
         """Does nothing: the other thread goes on by itself."""
@@ -193,7 +156,7 @@ class ElasticPeers:
 
     def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
         """Meets the islands, and takes an outer step that is due with them."""
-        formed = self._meet(progress, round_, max((each.begun for each in rounds), default=_NOWHERE))
+        formed = self._meet(progress, round_, max((each.begun for each in rounds), default=NOWHERE))
         if formed is not None and not formed.is_whole:
             # An island that joins has none, and would not apply what the others do.
             for each in rounds:
@@ -233,7 +196,9 @@ class ElasticPeers:
         """Continues a round that all islands have agreed on."""
         groups = [group for group, verdict in enumerate(saved.verdicts) if verdict != NOT_MET]
         exchange = _Past(self._config.codec, groups, self.group)
-        round_.meet(exchange, Verdicts(exchange, round_.verdict, self._share.device, tuple(saved.verdicts[each] for each in groups)))
+        round_.meet(
+            exchange, Verdicts(exchange, round_.verdict, self._share.device, tuple(saved.verdicts[each] for each in groups))
+        )
         round_.resume(saved)
 
     def abandon(self) -> None:
@@ -246,7 +211,7 @@ class ElasticPeers:
         """This island alone."""
         return [self.audience]
 
-    def _meet(self, progress: Progress, due: OuterRound | None, under_way: int = _NOWHERE) -> _Formed | None:
+    def _meet(self, progress: Progress, due: OuterRound | None, under_way: int = NOWHERE) -> _Formed | None:
         """Meets the islands until all of them have agreed, and receives from them what this one does not have.
 
         Args:
@@ -287,6 +252,8 @@ class ElasticPeers:
                 if formed is not None and formed.refusal is not None:
                     raise formed.refusal
                 self._is_new, self._has_own_anchor = False, True
+                if formed is not None:
+                    self._keep_dropped(formed, under_way)
                 return formed
             if of_rank == Outcome.SUCCEEDED:
                 print(f" Pier: {where}: a rank did not receive all of it; retrying with the survivors", flush=True)
@@ -305,14 +272,14 @@ class ElasticPeers:
             behind = {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
             # Islands left behind join this step's collectives before they end, so that it costs the others no attempt. But the
             # lighthouse counted them, and the others alone may be too few.
-            if source[_SYNCED] == _NOWHERE or 2 * (exchange.size - len(behind)) <= self._config.groups:
+            if source[SYNCED] == NOWHERE or 2 * (exchange.size - len(behind)) <= self._config.groups:
                 behind = {}
             if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
             if refusals.keys() - behind.keys():
                 # They do not join the next collective, so no rank may wait for them there.
                 raise RuntimeError(
-                    f"islands that cannot continue with the others end: {[standings[rank][_ISLAND] for rank in refusals]}"
+                    f"islands that cannot continue with the others end: {[standings[rank][ISLAND] for rank in refusals]}"
                 )
             absent = sorted({*range(exchange.size)} - {*present} - {*behind})
             if absent:
@@ -320,16 +287,25 @@ class ElasticPeers:
                 # nobody.
                 self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
                 self._share.hand_over(exchange, present[0], absent)
-            iteration, is_whole, refusal = source[_ITERATION], not absent, behind.get(exchange.rank)
-            if not source[_IS_DUE]:
-                return _Formed(iteration, not here, source[_SYNCED], None, is_whole, refusal)
+            iteration, is_whole, refusal = source[ITERATION], not absent, behind.get(exchange.rank)
+            if not source[IS_DUE]:
+                return _Formed(iteration, not here, source[SYNCED], None, is_whole, refusal)
             round_ = due if here and due is not None else self._without_own(iteration)
             self._attempted = round_
             verdicts = Verdicts(exchange, round_.verdict, self._share.device)
             verdicts.check(iteration)
-            round_.meet(exchange, verdicts, _weight(standings, verdicts.counted, exchange.rank))
+            round_.meet(exchange, verdicts, weight(standings, verdicts.counted, exchange.rank))
             round_.arrive()
         return _Formed(iteration, not here, iteration, round_, is_whole, refusal)
+
+    def _keep_dropped(self, formed: _Formed, under_way: int) -> None:
+        """Keeps what the codec has dropped, now that all islands have the sum."""
+        if formed.has_joined or (under_way != NOWHERE and not formed.is_whole):
+            # Of another life of this island, or of an outer step that nobody applies.
+            for state in self._share.states:
+                state.forget((RESIDUAL, REDUCED))
+        if formed.round is not None:
+            formed.round.keep_dropped()
 
     def _without_own(self, iteration: int) -> OuterRound:
         """The outer step after an iteration that this island has not trained: it sends nothing."""
@@ -345,59 +321,7 @@ class ElasticPeers:
         # Sums over the whole island, so that all its ranks judge alike.
         sums = self._quorums.sum_inside(torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)]))
         checksum_of_all, without_own_anchor = sums.tolist()
-        place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
+        place = [NOWHERE, NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
         trained = 0 if due is None else due.trained
         own = [self.group, *place, int(due is not None), checksum_of_all, trained, int(self._is_new), under_way]
         return torch.tensor(own, device=self._share.device)
-
-
-def _how_far(standing: Standing) -> tuple[int, ...]:
-    # The newest anchor comes first: a step on an older one would take the others back to it.
-    return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION], standing[_UNDER_WAY]
-
-
-def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -> float:
-    """How much a pseudo-gradient counts, by the samples behind it, in units of those that count on average."""
-    trained = [standing[_TRAINED] for standing, counts in zip(standings, counted, strict=True) if counts]
-    # All have let everything pass, as Megatron's --iterations-to-skip may say.
-    return standings[rank][_TRAINED] * len(trained) / sum(trained) if sum(trained) else 1.0
-
-
-def those_present(standings: Sequence[Standing]) -> list[int]:
-    """The islands whose anchor all continue from, by rank in the quorum: the newest one, with an outer step due if on any.
-
-    Of those with different anchors, most have the right one.
-    """
-    newest = max(map(_how_far, standings))
-    furthest = [rank for rank, standing in enumerate(standings) if _how_far(standing) == newest]
-    [(checksum, _)] = collections.Counter(standings[rank][_CHECKSUM] for rank in furthest).most_common(1)
-    return [rank for rank in furthest if standings[rank][_CHECKSUM] == checksum]
-
-
-def refusals_of(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
-    """Why islands cannot continue with those present, by rank in the quorum."""
-    source, are_present = standings[present[0]], set(present)
-    found: dict[int, LeftBehindError | PierConfigError] = {}
-    for rank, standing in enumerate(standings):
-        island, synced, iteration = standing[_ISLAND], standing[_SYNCED], standing[_ITERATION]
-        if source[_SYNCED] == _NOWHERE:
-            found[rank] = LeftBehindError(f"Island {island} lost those whose anchor it was to take over. {_TO_REJOIN}")
-        elif rank not in are_present and standing[_IS_DUE] and not standing[_IS_NEW]:
-            found[rank] = LeftBehindError(
-                f"Island {island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration {iteration} with "
-                f"an anchor of its own, of iteration {synced}. {_TO_REJOIN}"
-            )
-        elif rank not in are_present and _how_far(standing) == _how_far(source):
-            found[rank] = PierConfigError(
-                f"--pier-island {island} is at iteration {iteration} with another anchor than island {source[_ISLAND]}. All "
-                "need the same --seed, or checkpoints of one run."
-            )
-    names = collections.Counter(standing[_ISLAND] for rank, standing in enumerate(standings) if rank not in found)
-    for rank, standing in enumerate(standings):
-        # An island that has met the others keeps its number.
-        if rank not in found and standing[_IS_NEW] and names[standing[_ISLAND]] > 1:
-            found[rank] = PierConfigError(
-                f"--pier-island {standing[_ISLAND]}: another island of that number is there. Each needs one of its own, from 0 "
-                "to --pier-groups less 1. If this one was started again, end the processes of its former start."
-            )
-    return found

@@ -79,7 +79,8 @@ class OuterLoop:
         self.config, self.progress, self._is_under_way = config, Progress(), False
         self.exchange = exchange_between(config, between, islands is not None)
         owned = shards if islands is None else [[alike.whole() for alike in of_optimizer] for of_optimizer in shards]
-        self.share = Share(owned, config, self.exchange, group, device, inner_state, store_inner_state, on_change)
+        is_elastic = islands is not None
+        self.share = Share(owned, config, self.exchange, group, device, inner_state, store_inner_state, on_change, is_elastic)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)

@@ -1,13 +1,14 @@
 """What the outer optimizer takes of a rank's memory and of its links, before it is taken."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import WORK
+from pier_megatron.outer.state import REDUCED, RESIDUAL
 
 _FP32 = 4
 
@@ -23,6 +24,14 @@ def wire_of(config: PierConfig) -> Wire:
     if config.subgroup is not None:
         return Wire(config.codec, config.subgroup, is_direct=True)
     return Wire(config.codec, config.sites or config.groups, config.groups_in_site if config.sites else 1)
+
+
+def residuals_of(config: PierConfig, is_elastic: bool) -> tuple[Callable[[int], int] | None, tuple[str, ...]]:
+    """Returns what error feedback keeps: how much of the sums that a rank reduces, and which flat buffers."""
+    if not config.has_error_feedback:
+        return None, ()
+    # As islands come and go, a rank reduces other sums.
+    return (None, (RESIDUAL, REDUCED)) if is_elastic else (wire_of(config).segment_numel, (RESIDUAL,))
 
 
 def bytes_of_site_average(config: PierConfig, numel: int) -> int:
@@ -46,7 +55,8 @@ def bytes_per_parameter(config: PierConfig) -> int:
 
 
 def _flat_buffers(config: PierConfig) -> int:
-    return len(common_names(config)) + config.has_error_feedback
+    # Islands keep what they have dropped of sums as long as the parameters, wherever their segment is.
+    return len(common_names(config)) + config.has_error_feedback * (1 if config.lighthouse is None else 2)
 
 
 def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:

@@ -1,22 +1,21 @@
 """The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
-import contextlib
 import random
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum, sum_over
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, sum_over
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, WORK, Buffers, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, RESIDUAL, sum_of_bits
-from pier_megatron.outer.verdicts import GOOD, Verdicts
+from pier_megatron.outer.state import ANCHOR, REDUCED, RESIDUAL, sum_of_bits
+from pier_megatron.outer.stopwatch import Stopwatch
+from pier_megatron.outer.verdicts import ABSENT, GOOD, Verdicts
 
 PRODUCTS = 4
 """Sums over the elements of each chunk: own * own, own * mean, mean * mean, momentum * momentum."""
@@ -57,42 +56,6 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
         rule.update(staged, is_alone=False)
         staged.chunk.copy_parameters_to(staged.anchor)
         staged.give_back(written)
-
-
-class Stopwatch:
-    """Adds up stretches of work: on a GPU the time between events in the stream, which is not waited for until it is read."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Starts at zero."""
-        self._is_on_device = device.type == "cuda"
-        self._seconds = 0.0
-        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Counts the time of what happens inside."""
-        if self._is_on_device:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._stretches.append((begin, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
-
-    def is_over(self) -> bool:
-        """Whether :meth:`seconds` would not wait."""
-        return all(end.query() for _, end in self._stretches)
-
-    def seconds(self) -> float:
-        """The time counted so far, once it is over on the device too."""
-        for begin, end in self._stretches:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        self._stretches = []
-        return self._seconds
 
 
 class OuterRound:
@@ -147,6 +110,7 @@ class OuterRound:
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
         self._weight, self.stopwatch = 1.0, stopwatch
+        self._dropped: list[tuple[Staged, Residual, slice]] = []
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
@@ -233,7 +197,15 @@ class OuterRound:
             for (_, chunk), before, after in zip(self.chunks, lost, self.kept, strict=True):
                 after.of(chunk)[OWN].copy_(before.of(chunk)[OWN])
         # A lost communicator ends once nobody holds its sums.
-        self._under_way, self._is_sent_on, self.bytes_sent = None, False, 0
+        self._under_way, self._is_sent_on, self.bytes_sent, self._dropped = None, False, 0, []
+
+    def keep_dropped(self) -> None:
+        """Keeps what the codec has dropped of an exchange that all islands have."""
+        for staged, dropped, reduces in self._dropped:
+            sent, reduced = (staged.homes.get(name, staged.tensors[name]) for name in (RESIDUAL, REDUCED))
+            sent.copy_(dropped.sent)
+            reduced.zero_()[reduces].copy_(dropped.reduced[: reduces.stop - reduces.start])
+        self._dropped = []
 
     def drop(self) -> None:
         """Gives all buffers back, and forgets what they hold; called on every rank alike."""
@@ -257,13 +229,13 @@ class OuterRound:
         if self._under_way is not None:
             return
         self._under_way, left = [], []
-        for staged in self._lent(RESIDUAL, *{*self.rule.sent_of, *averaging(self.rule).sent_of}):
+        for staged in self._lent(RESIDUAL, REDUCED, *{*self.rule.sent_of, *averaging(self.rule).sent_of}):
             self._write_sent(staged)
             if staged.lent is None:
                 left.append(staged)
             else:  # Offloaded, a residual is on the device only now.
                 self._under_way.append(self._sum([staged]))
-                staged.give_back((RESIDUAL,))
+                staged.give_back(() if REDUCED in staged.tensors else (RESIDUAL,))
         if left:
             self._under_way.append(self._sum(left))
 
@@ -304,9 +276,30 @@ class OuterRound:
             alike.setdefault((shards.holders, shards.travel_exactly(self.exchange.codec)), []).append(staged)
         sums = []
         for (holders, exactly), together in alike.items():
-            vectors, residuals = zip(*((staged.shared, staged.residual) for staged in together), strict=True)
+            vectors, residuals = zip(*((staged.shared, self._residual(staged)) for staged in together), strict=True)
             sums.append(sum_over(self.exchange, holders, vectors, residuals, exactly))
         return Sum(sums)
+
+    def _residual(self, staged: Staged) -> Residual | None:
+        """What the codec has dropped of earlier vectors: for elastic islands, apart until all of them have the sum.
+
+        An island adds what it has dropped of sums to the next one of these numbers. Where it reduces other ones now, because
+        islands have come or gone, nobody has that but this one, which sends it.
+        """
+        if REDUCED not in staged.tensors or self.exchange.size == 1:
+            return staged.residual
+        sent, reduced = staged.tensors[RESIDUAL], staged.tensors[REDUCED]
+        segment = self.exchange.wire.segment_numel(len(sent))
+        reduces = slice(*(min(place * segment, len(sent)) for place in (self.exchange.rank, self.exchange.rank + 1)))
+        now = Residual(sent + reduced, sent.new_zeros(segment))
+        now.sent[reduces] = sent[reduces]
+        now.reduced[: reduces.stop - reduces.start] = reduced[reduces]
+        if self.verdict == ABSENT:
+            # It belonged to another life of this island.
+            now.sent.zero_()
+            now.reduced.zero_()
+        self._dropped.append((staged, now, reduces))
+        return now
 
     def _rule_of(self, staged: Staged) -> OuterRule:
         return averaging(self.rule) if staged.chunk.shards.is_averaged else self.rule

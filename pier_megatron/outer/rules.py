@@ -15,9 +15,9 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
-from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL
+from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL
 
-_TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, *WORK)
+_TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, REDUCED, *WORK)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange, Sum, sum_over
-from pier_megatron.outer.memory import wire_of
+from pier_megatron.outer.memory import residuals_of
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
@@ -84,20 +84,23 @@ class Share:
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
         store_inner_state: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda parameter, tensors: None,
         on_change: Callable[[], None] = lambda: None,
+        is_elastic: bool = False,
     ) -> None:
         """Takes over parameters that the model knows; for the arguments see :class:`pier_megatron.outer.loop.OuterLoop`."""
         devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
         self.device = device or next(devices, torch.device("cpu"))
         self.common = common_names(config)
+        segment_numel, residuals = residuals_of(config, is_elastic)
         self.states = [
             OuterState(
                 of_optimizer,
                 chunk_numel=config.chunk_numel_on(self.device.type),
                 fragments=config.fragments,
                 offload=config.offload,
-                segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
                 device=self.device,
                 common=self.common,
+                segment_numel=segment_numel,
+                residuals=residuals,
             )
             for of_optimizer in shards
         ]

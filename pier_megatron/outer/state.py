@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 
-ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
+ANCHOR, MOMENTUM, RESIDUAL, REDUCED = "anchor", "momentum", "residual", "reduced"
 """Names of flat buffers."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -181,6 +181,7 @@ class OuterState:
         segment_numel: Callable[[int], int] | None = None,
         device: torch.device | None = None,
         common: Sequence[str] = (ANCHOR, MOMENTUM),
+        residuals: Sequence[str] = (),
     ) -> None:
         """Starts with the anchor at the present parameters, and all else zero.
 
@@ -194,6 +195,7 @@ class OuterState:
                 feedback only.
             device: Device of the main parameters, where there may be none.
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
+            residuals: Names of flat buffers that are this group's own; with ``segment_numel``, :data:`RESIDUAL`.
 
         Raises:
             TypeError: If a tensor is not float32, and not stored in another form.
@@ -211,7 +213,7 @@ class OuterState:
         self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.factory_kwargs = self._on_host if offload else {"device": self.device}
         self.common = tuple(common)
-        names = self.common if segment_numel is None else (*self.common, RESIDUAL)
+        names = (*self.common, *(residuals or ([RESIDUAL] if segment_numel is not None else [])))
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
         self._fragments = fragments

@@ -12,12 +12,13 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, sum_over
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
-from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import OuterRound, momentum_warmup
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging
 from pier_megatron.outer.state import Chunk
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import DivergedError, own_verdict
 
 NEVER = -1

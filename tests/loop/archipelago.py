@@ -41,7 +41,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.state import REDUCED, RESIDUAL, OuterState
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 INTERVAL, MU, ETA = 5, 0.9, 0.7
@@ -70,6 +70,9 @@ _SAVES = 8
 
 ROUNDING = 2e-5
 """How far sums in another order may take parameters of about 2 from each other."""
+
+# The mean comes from differences of momenta, which are larger than it is.
+_LOST = 2e-4
 
 Step = dict[str, Any]
 """What a rank wrote down of an outer step."""
@@ -101,6 +104,7 @@ class Plan:
         secret: Name of the file with its secret.
         overlap: Iterations behind which an exchange is hidden.
         fragments: Parts of the parameters that are exchanged at different times.
+        codec: What sums look like on the wire.
     """
 
     index: int
@@ -124,6 +128,7 @@ class Plan:
     secret: str = "secret"
     overlap: int = 0
     fragments: int = 1
+    codec: str = "fp32"
 
     def trains(self, iteration: int) -> bool:
         """Whether it reads samples in an iteration."""
@@ -139,6 +144,7 @@ class Plan:
             outer_momentum=MU,
             overlap=self.overlap,
             fragments=self.fragments,
+            exchange_dtype=self.codec,
         )
 
 
@@ -196,14 +202,23 @@ class Simulation:
     Attributes:
         anchors: The anchor after each outer step, by the iteration in which that began.
         parameters: Those of an island after it has applied an outer step, by its number and that iteration.
+        conserved: Outer steps of which it was seen that nothing was lost.
     """
 
-    def __init__(self, steps: Sequence[Step], part: int, overlap: int, fragments: int) -> None:
-        """Takes outer steps in order: participants, contributing islands, and each island ``by`` its number."""
-        self._part, self._overlap = part, overlap
+    def __init__(self, steps: Sequence[Step], part: int, overlap: int, fragments: int, is_coded: bool) -> None:
+        """Takes outer steps in order: participants, contributing islands, and each island ``by`` its number.
+
+        Where sums ``are coded`` the anchors are those that were written down. Of each outer step what was sent, and what had
+        been owed, is then what was applied, and what is owed afterwards.
+        """
+        self._part, self._overlap, self._is_coded = part, overlap, is_coded
+        self._owed: dict[int, tuple[Island, Tensor]] = {}
+        self.conserved = 0
         state = OuterState([Shards(Model(0, part).parameters)], ranks.CHUNK_NUMEL, fragments)
         self._of_fragment = [
-            torch.cat([torch.arange(chunk.start, chunk.start + chunk.numel) for chunk in state.chunks if chunk.fragment == each])
+            torch.cat(
+                [torch.arange(chunk.start, chunk.start + chunk.numel) for chunk in state.chunks if chunk.fragment == each]
+            )
             for each in range(fragments)
         ]
         self._anchor = Model(0, part).flat()
@@ -234,6 +249,8 @@ class Simulation:
         place = torch.cat([self._of_fragment[fragment] for fragment in config.fragments_due(iteration)])
         deltas = torch.stack([self._anchor[place] - self._islands[island].model.flat()[place] for island in counted])
         delta = (deltas * weights[:, None]).sum(0) / weights.sum()
+        if self._is_coded:
+            delta = self._written(step, place, delta * len(counted))
         self._momentum[place] = MU * self._momentum[place] + delta
         self._anchor[place] = self._anchor[place] - ETA * (delta + MU * self._momentum[place])
         self._before, self.anchors[iteration] = iteration, self._anchor.clone()
@@ -245,6 +262,28 @@ class Simulation:
             simulated.landing = iteration + self._overlap, apply
             if said[island] == ABSENT or not self._overlap or iteration == config.train_iters:
                 self._land(island)
+
+    def _written(self, step: Step, place: Tensor, sent: Tensor) -> Tensor:
+        """The mean of an outer step, as it was written down; ``sent`` is the sum of the pseudo-gradients behind it."""
+        momentum = torch.tensor(step["momentum"][self._part])[place]
+        delta = momentum - MU * self._momentum[place]
+        owed, owes, are_known = torch.zeros_like(self._anchor), torch.zeros_like(self._anchor), True
+        for island, of_parts in step["owes"].items():
+            start = step["by"][island]
+            before, said = self._owed.get(island), step["verdicts"][step["islands"].index(island)]
+            if said != ABSENT:
+                # One that starts again from a save owes what it owed there, which nobody has written down.
+                are_known &= before is not None and before[0] is start
+                owed += before[1] if before is not None else 0
+            self._owed[island] = start, torch.tensor(of_parts[self._part])
+            owes += self._owed[island][1]
+        # One that died before it had applied the step has not written down what it owed then.
+        are_known &= all(island in step["owes"] for island in step["islands"])
+        if are_known and len(step["islands"]) > 1:
+            furthest = (sent + owed[place] - delta * step["verdicts"].count(GOOD) - owes[place]).abs().max().item()
+            assert furthest < _LOST, f"in the outer step after iteration {step['iteration']} {furthest} is lost"
+            self.conserved += 1
+        return delta
 
     def _start(self, island: int, start: "Island") -> None:
         """Lets an island be the process that it is now."""
@@ -484,6 +523,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
             anchor=loop.states[0].anchor.tolist(),
             momentum=loop.states[0].momentum.tolist(),
             parameters=model.flat().tolist(),
+            owes=sum(loop.states[0].flats.get(name, torch.zeros(1)) for name in (RESIDUAL, REDUCED)).tolist(),
         )
 
     saves = _Saves(store, plan.index, part)
@@ -728,6 +768,8 @@ def _is_of(process: psutil.Process, sessions: set[int]) -> bool:
 class Archipelago:
     """A lighthouse and islands, to which things are done."""
 
+    conserved = 0
+
     def __init__(self, folder: Path, least: int, join_timeout: int) -> None:
         self._context = ranks.forking()
         self._folder, self._least, self._join_timeout = folder, least, join_timeout
@@ -849,11 +891,19 @@ class Archipelago:
             agreed = torch.tensor([number for part in first for number in part["anchor"]])
             said = zip(first[0]["islands"], first[0]["verdicts"], strict=True)
             by = {index: self._there(index, iteration, verdict) for index, verdict in said}
-            found[iteration] = first[0] | {"all": agreed, "by": by}
+            momentum = [part["momentum"] for part in first]
+            owes = {
+                island.index: [part["owes"] for part in parts]
+                for island, parts in by_island.items()
+                if by[island.index] is island
+            }
+            found[iteration] = first[0] | {"all": agreed, "by": by, "momentum": momentum, "owes": owes}
         plan = self.islands[0].plan
         due = list(itertools.takewhile(lambda iteration: iteration <= max(found), plan.config().outer_steps()))
         assert list(found) == due, sorted(set(due) ^ {*found})
-        simulated = [Simulation(list(found.values()), part, plan.overlap, plan.fragments) for part in range(PARTS)]
+        how = plan.overlap, plan.fragments, plan.codec != "fp32"
+        simulated = [Simulation(list(found.values()), part, *how) for part in range(PARTS)]
+        self.conserved = simulated[0].conserved
         for iteration, step in found.items():
             anchor = torch.cat([of_part.anchors[iteration] for of_part in simulated])
             furthest = (step["all"] - anchor).abs().max().item()

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -87,6 +88,7 @@ class Outcome:
         steps: Outer steps that were taken.
         longest: Seconds until all survivors had continued.
         remaining: Processes that outlived their island.
+        conserved: Outer steps in few bits of which it was seen that nothing was lost.
     """
 
     events: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -94,10 +96,11 @@ class Outcome:
     steps: int = 0
     longest: float = 0.0
     remaining: int = 0
+    conserved: int = 0
 
 
 class _Torture:
-    def __init__(self, sea: Archipelago, settings: Mapping[str, int]) -> None:
+    def __init__(self, sea: Archipelago, settings: Mapping[str, Any]) -> None:
         self._sea, self.outcome, self._plan = sea, Outcome(), functools.partial(Plan, **settings)
         self._live: dict[int, Island] = {}
 
@@ -250,7 +253,7 @@ DEEDS = [
 """What can be done to islands."""
 
 
-def torture(folder: Path, events: Sequence[Event], settings: Mapping[str, int]) -> Outcome:
+def torture(folder: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> Outcome:
     """Does things to islands and checks what they come to.
 
     Args:
@@ -262,6 +265,7 @@ def torture(folder: Path, events: Sequence[Event], settings: Mapping[str, int]) 
         tortured = _Torture(sea, settings)
         tortured.run(events)
     tortured.outcome.steps = len(sea.check())
+    tortured.outcome.conserved = sea.conserved
     tortured.outcome.remaining = len(sea.processes())
     return tortured.outcome
 
@@ -292,7 +296,7 @@ def shrunk(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], at
     return left
 
 
-def _fails(events: Sequence[Event], settings: Mapping[str, int]) -> bool:
+def _fails(events: Sequence[Event], settings: Mapping[str, Any]) -> bool:
     with tempfile.TemporaryDirectory(prefix="islands-torture-") as folder, contextlib.redirect_stdout(None):
         try:
             torture(Path(folder), events, settings)
@@ -310,8 +314,9 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=20, metavar="N", help="attempts to make a failure shorter (%(default)s)")
     parser.add_argument("--overlap", type=int, default=0, help="iterations behind which exchanges are hidden (%(default)s)")
     parser.add_argument("--fragments", type=int, default=1, help="parts that are exchanged at different times (%(default)s)")
+    parser.add_argument("--codec", default="fp32", help="what sums look like on the wire (%(default)s)")
     options = parser.parse_args()
-    settings = {"overlap": options.overlap, "fragments": options.fragments}
+    settings = {name: getattr(options, name) for name in ("overlap", "fragments", "codec")}
     if options.replay:
         _run([*map(Event.parse, options.replay.split())], options.shrink, settings)
         return
@@ -320,14 +325,18 @@ def main() -> None:
         _run(draw(options.events, seed), options.shrink, settings)
 
 
-def _run(events: Sequence[Event], attempts: int, settings: Mapping[str, int]) -> None:
+def _run(events: Sequence[Event], attempts: int, settings: Mapping[str, Any]) -> None:
+    fails = functools.partial(_fails, settings=settings)
     # Stays where it is if something fails.
     folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
     try:
         outcome = torture(folder, events, settings)
     except AssertionError as error:
         print(f"Failed: {error}; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
-        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, functools.partial(_fails, settings=settings), attempts)))}'", flush=True)
+        print(
+            f"Shorter: --replay '{' '.join(map(str, shrunk(events, fails, attempts)))}'",
+            flush=True,
+        )
         raise
     shutil.rmtree(folder)
     print(outcome)

@@ -26,7 +26,8 @@ from pier_megatron.exchange.membership import Outcome
 from pier_megatron.exchange.silence import changes, lost_peer, neighbours
 from pier_megatron.exchange.torchft_api import QUORUM, known_arguments
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
+from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.standings import LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
 
 _RUN: dict[str, Any] = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 0}
@@ -130,7 +131,10 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
 def test_what_islands_cannot_do_is_refused_by_loop_and_settings() -> None:
     islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
     for settings, words in (
-        ({"overlap": 3, "fragments": 2}, r"--pier-overlap 3 with .* cannot be used with elastic islands .*4 // 2 = 2 iterations"),
+        (
+            {"overlap": 3, "fragments": 2},
+            r"--pier-overlap 3 with .* cannot be used with elastic islands .*4 // 2 = 2 iterations",
+        ),
         ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*no common state"),
         ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
     ):

@@ -15,10 +15,10 @@ from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer import Shards, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.static import StaticPeers
+from pier_megatron.outer.stopwatch import Stopwatch
 
 
 class _Exchange(GroupExchange):
@@ -182,7 +182,9 @@ class _Furthest(_Exchange):
 
 
 def membership(exchange: GroupExchange) -> ElasticMembership:
-    meets = mock.Mock(**{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome, sum_inside=lambda numbers: numbers)
+    meets = mock.Mock(
+        **{"meet.return_value": exchange}, agree=lambda exchange, outcome: outcome, sum_inside=lambda numbers: numbers
+    )
     return ElasticMembership(meets, own=0, wait_seconds=60)
 
 
