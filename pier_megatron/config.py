@@ -111,6 +111,11 @@ class PierConfig(RunSchedule):
                 f"{self.fragments} = {self.sync_interval // self.fragments} iterations. Use at most that",
             ),
             (
+                self.sync_seconds is not None and (self.overlap or self.fragments > 1),
+                f"--pier-sync-seconds {self.sync_seconds} with --pier-overlap {self.overlap} and --pier-fragments {self.fragments}",
+                "an island rests until the one outer step of an interval, for which the others wait. Drop it",
+            ),
+            (
                 not self.has_common_anchor,
                 f"--pier-preset {self.preset} in subgroups of {self.subgroup}",
                 "islands that never agree have no common state for a joining island to take over. Use another preset, without "

@@ -150,7 +150,7 @@ class ElasticPeers:
             landing = formed.iteration + (self._config.overlap if taken is not None else 0)
             progress.iteration = formed.iteration if formed.iteration == last else min(landing, last - 1)
             progress.last_common_step, progress.is_local, progress.trained = formed.last_common_step, True, 0
-            progress.is_synchronised = False
+            progress.is_synchronised, progress.under_way = False, 0
             self._share.commit()
         return taken
 
@@ -161,6 +161,8 @@ class ElasticPeers:
             # An island that joins has none, and would not apply what the others do.
             for each in rounds:
                 each.drop()
+            if rounds:
+                progress.take_back()
             rounds.clear()
         return self._take_over(formed, progress)
 
@@ -311,7 +313,7 @@ class ElasticPeers:
         """The outer step after an iteration that this island has not trained: it sends nothing."""
         share, config = self._share, self._config
         fragments, rule, stopwatch = config.fragments_due(iteration), rule_at(config, iteration), Stopwatch(share.device)
-        round_ = OuterRound(share.stagings, fragments, rule, iteration, ABSENT, 0, stopwatch, share.device)
+        round_ = OuterRound(share.stagings, fragments, rule, iteration, ABSENT, stopwatch, share.device)
         round_.begin()
         return round_
 
@@ -322,6 +324,5 @@ class ElasticPeers:
         sums = self._quorums.sum_inside(torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)]))
         checksum_of_all, without_own_anchor = sums.tolist()
         place = [NOWHERE, NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
-        trained = 0 if due is None else due.trained
-        own = [self.group, *place, int(due is not None), checksum_of_all, trained, int(self._is_new), under_way]
+        own = [self.group, *place, int(due is not None), checksum_of_all, progress.under_way, int(self._is_new), under_way]
         return torch.tensor(own, device=self._share.device)

@@ -250,7 +250,7 @@ class OuterLoop:
             self.progress.iteration = iteration
         self._is_under_way = False
         # All groups hold the same parameters, as after an outer step.
-        self.progress.last_common_step, self.progress.trained = self.iteration, 0
+        self.progress.last_common_step, self.progress.trained, self.progress.under_way = self.iteration, 0, 0
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.

@@ -98,6 +98,9 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
         of_work = _FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0)
         encoded = max(min(sum(own), PIPELINE_DEPTH), sum(sorted(own, reverse=True)[: _rounds_kept(config)]))
         total += numel * (work * of_work + kept * _FP32) + encoded * wire.payload_bytes(numel)
+        if config.lighthouse is not None and config.has_error_feedback:
+            # What the codec drops lasts once all islands have the sum. With two of them, each reduces half of the sums.
+            total += encoded * _FP32 * (numel + Wire(config.codec, 2).segment_numel(numel))
     return total
 
 

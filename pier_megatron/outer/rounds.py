@@ -69,7 +69,6 @@ class OuterRound:
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdict: Verdict on the pseudo-gradient of this group.
-        trained: Iterations of training behind it.
         exchange: Collectives between the participants, once they have met.
         verdicts: Their verdicts, likewise.
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
@@ -90,7 +89,6 @@ class OuterRound:
         rule: OuterRule,
         begun: int,
         verdict: int,
-        trained: int,
         stopwatch: Stopwatch,
         device: torch.device,
     ) -> None:
@@ -100,7 +98,7 @@ class OuterRound:
         round, and the ``device`` is that of the sums. A pseudo-gradient that does not count is not sent; its group is moved to
         the common point all the same.
         """
-        self.fragments, self.rule, self.begun, self.verdict, self.trained = fragments, rule, begun, verdict, trained
+        self.fragments, self.rule, self.begun, self.verdict = fragments, rule, begun, verdict
         self.chunks = list(chunks_of(stagings, fragments))
         self.kept: list[Buffers] = []
         # One for all chunks; None before they leave.

@@ -38,6 +38,7 @@ class Progress:
         is_synchronised: Whether all groups hold the same parameters now.
         last_common_step: Iteration after which this group took its last outer step with others.
         trained: Iterations that this group has trained since the last one that it took part in began.
+        under_way: Iterations of training behind an outer step that is under way.
     """
 
     iteration: int = 0
@@ -45,6 +46,11 @@ class Progress:
     is_synchronised: bool = True
     last_common_step: int = 0
     trained: int = 0
+    under_way: int = 0
+
+    def take_back(self) -> None:
+        """Lets the training behind an outer step that was dropped count in the next one."""
+        self.trained, self.under_way = self.trained + self.under_way, 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,8 +154,8 @@ class OuterSteps:
             verdict = own_verdict(share)
         rule = rule_at(config, progress.iteration)
         # What it trains from now on counts in the next one.
-        begun, trained, progress.trained = progress.iteration, progress.trained, 0
-        round_ = OuterRound(share.stagings, fragments, rule, begun, verdict, trained, stopwatch, share.device)
+        progress.under_way, progress.trained = progress.trained, 0
+        round_ = OuterRound(share.stagings, fragments, rule, progress.iteration, verdict, stopwatch, share.device)
         round_.training = self._reports.take_training()
         return round_
 
@@ -176,7 +176,7 @@ class OuterSteps:
             taken = self.peers.land(round_, progress, is_hidden)
         if taken is None:
             # Nobody came. What is behind it goes into the next one.
-            progress.trained += round_.trained
+            progress.take_back()
             round_.drop()
         else:
             if not is_hidden:
@@ -189,7 +189,7 @@ class OuterSteps:
             if round_.exchange.rank in restarted:
                 self._share.return_to_anchor()
             self._share.commit()
-        progress.last_common_step = round_.begun
+        progress.last_common_step, progress.under_way = round_.begun, 0
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         self._reports.add(round_, self.peers.audience.gather(own), restarted)
 
@@ -208,7 +208,7 @@ class OuterSteps:
             begun, verdict = buffers.begun, buffers.verdicts[self.peers.group]
             fragments, stopwatch, device = self._config.fragments_due(begun), Stopwatch(self._share.device), self._share.device
             rule = rule_at(self._config, begun)
-            round_ = OuterRound(self._share.stagings, fragments, rule, begun, verdict, 0, stopwatch, device)
+            round_ = OuterRound(self._share.stagings, fragments, rule, begun, verdict, stopwatch, device)
             self.peers.resume(round_, buffers)
             self.rounds.append(round_)
 

@@ -117,12 +117,12 @@ def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, se
 
 
 def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    """With experts, whose routers balance by biases in each island."""
+    """With experts, whose routers balance by biases in each island; behind training, in two fragments and four bits."""
     flags = (
         "--num-experts 2 --disable-bias-linear --moe-router-load-balancing-type none --moe-router-enable-expert-bias "
         "--moe-router-score-function sigmoid "
         f"--pier-groups {_ISLANDS} --global-batch-size {4 * _ISLANDS} --pier-lazy-start-iters 0 "
-        f"--pier-island-timeout 60 --save-interval {_SAVE} "
+        f"--pier-island-timeout 60 --save-interval {_SAVE} --pier-overlap 1 --pier-fragments 2 --pier-exchange-dtype int4 "
     )
     islands = [Island(tmp_path, corpus, flags, index) for index in range(_ISLANDS)]
     waits = [{"fault": "waits", "rank": 0, "iteration": iteration} for iteration in (_START, _PAUSE)]

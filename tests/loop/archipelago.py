@@ -899,17 +899,17 @@ class Archipelago:
             }
             found[iteration] = first[0] | {"all": agreed, "by": by, "momentum": momentum, "owes": owes}
         plan = self.islands[0].plan
+        due = list(itertools.takewhile(lambda iteration: iteration <= max(found), plan.config().outer_steps()))
         # Under way when all were saved, and dropped because one that was saved earlier has none of it.
         dropped = {
             iteration
-            for iteration in found
+            for iteration in due
             for island in self.islands
             if island.has_joined and not island.took_over and not island.keeps_under_way
             if iteration <= (island.plan.loads or 0) < iteration + plan.overlap
         }
-        due = list(itertools.takewhile(lambda iteration: iteration <= max(found), plan.config().outer_steps()))
-        assert list(found) == due, sorted(set(due) ^ {*found})
         found = {iteration: step for iteration, step in found.items() if iteration not in dropped}
+        assert list(found) == [iteration for iteration in due if iteration not in dropped]
         how = plan.overlap, plan.fragments, plan.codec != "fp32"
         simulated = [Simulation(list(found.values()), part, *how) for part in range(PARTS)]
         self.conserved = simulated[0].conserved

@@ -136,7 +136,6 @@ def test_what_islands_cannot_do_is_refused_by_loop_and_settings() -> None:
             r"--pier-overlap 3 with .* cannot be used with elastic islands .*4 // 2 = 2 iterations",
         ),
         ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*no common state"),
-        ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
     ):
         with pytest.raises(PierConfigError, match=words):
             OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**_RUN | settings), GroupExchange(), islands=islands)

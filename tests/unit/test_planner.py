@@ -187,7 +187,7 @@ def _round(dtype: str) -> OuterRound:
     exchange.wire = Wire(exchange.codec, 2)
     segment = None if exchange.codec.lossless else exchange.wire.segment_numel
     state = OuterState([Shards([torch.randn(48)])], chunk_numel=1, offload=True, segment_numel=segment)
-    round_ = OuterRound([Staging(state)], (0,), Nesterov(0.9, 0.7), 1, GOOD, 1, Stopwatch(device), device)
+    round_ = OuterRound([Staging(state)], (0,), Nesterov(0.9, 0.7), 1, GOOD, Stopwatch(device), device)
     round_.meet(exchange, Verdicts(exchange, GOOD, device))
     return round_
 

@@ -163,7 +163,7 @@ class Loading:
         outer_mean.take()
         assert request.objects is not None
         snapshot, progress = request.snapshot, request.snapshot.progress
-        progress.trained = request.objects["trained"]
+        progress.trained, progress.under_way = request.objects["trained"], request.objects.get("under way", 0)
         self._loop.restore(snapshot)
         return True
 

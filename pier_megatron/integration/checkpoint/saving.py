@@ -108,6 +108,7 @@ class Saving:
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
             "trained": snapshot.progress.trained,
+            "under way": snapshot.progress.under_way,
         }
         entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=0)
         if exact := place.sharded_tensors(group, place.exact_tensors(snapshot)):
