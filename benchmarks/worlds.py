@@ -308,6 +308,9 @@ def _counting_saves(found: dict[str, float]) -> Iterator[None]:
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory, apply_factories, is_main_replica
     from megatron.training import training
 
+    from pier_megatron.integration import own_world
+    from pier_megatron.integration.checkpoint import groups_files
+
     save_checkpoint = training.save_checkpoint
 
     def count(state: Any, *args: Any, **kwargs: Any) -> None:
@@ -320,9 +323,12 @@ def _counting_saves(found: dict[str, float]) -> Iterator[None]:
         found["saved"] = sum(_size(part.data) for part in written) / 1e3
 
     def timed(*args: Any, **kwargs: Any) -> Any:
+        if (launch := own_world.divided()) is not None:
+            launch.store.set(groups_files._key(1, 0), groups_files._DONE)
         found["began"] = time.process_time()
         return save_checkpoint(*args, **kwargs)
 
+    groups_files._list_files = lambda *_: None
     dist_checkpointing.save = count
     training.save_checkpoint = timed
     yield

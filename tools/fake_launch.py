@@ -34,4 +34,4 @@ def install(note: Callable[[], None] = lambda: None) -> None:
     worlds.Launch._communicator = communicator
     worlds.Launch.first_group_first = lambda launch, what: contextlib.nullcontext()
     worlds.Launch.store_of_group = property(lambda launch: None)
-    own_world.divide = lambda *place: divide(*place[:-1], FakeStore())
+    own_world.divide = lambda *place: divide(*place[:-1], dist.HashStore())

@@ -44,7 +44,9 @@ class AllGroups:
         self._launch, self._timeout = launch, timeout
         self._widened: dict[tuple[int, ...], dist.ProcessGroup] = {}
         parallel_state, collection = versions.require("megatron.core", "parallel_state"), _collection(model_chunk)
-        balances = versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None
+        config = versions.require("megatron.core.utils", "get_model_config")(model_chunk)
+        # The ranks that balance experts also share the maxima of a delayed FP8 recipe.
+        balances = config.num_moe_experts is not None or (config.fp8 and config.fp8_recipe == "delayed")
         names = [*_DATA_PARALLEL, *([_BALANCING] if balances else ())]
         of_collection = [*_OF_COLLECTION, *([_BALANCING_OF_COLLECTION] if balances else ())]
         self._replaced = [(parallel_state, self._all_of(parallel_state, names))]

@@ -9,6 +9,7 @@ from pier_megatron.integration.inner.requirements import MOMENTS, keeps_halves, 
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
+from pier_megatron.values import is_in_object_store
 
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
 # not set; every other value that is neither None, False nor 0 is refused.
@@ -237,6 +238,11 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
     if config.groups > config.launches:
         asks = "each group would ask for itself, and might end alone. Use --exit-signal-handler"
         found += _met("several groups in a launch", (getattr(args, "adlr_autoresume", False), f"--adlr-autoresume: {asks}"))
+        if is_in_object_store(args.save or ""):
+            found.append(
+                f"--save {args.save} with several groups in a launch: they write into one folder of a file system, where the "
+                "first merges their metadata. Save to a folder that all share."
+            )
     if first:
         # Of these Megatron says at which sample, not in which iteration.
         lost = (

@@ -22,6 +22,7 @@ from megatron.core import fp4_utils, fp8_utils
 from megatron.core import utils as megatron_utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -215,6 +216,14 @@ def post_all_gather_processing(parameters: Sequence[QuantizedTensor]) -> None:
         parameter.columnwise[:] = [tensor.clone() for tensor in parameter.stored()[:2]]
 
 
+@contextlib.contextmanager
+def autocast(enabled: bool, fp8_recipe: str, fp8_group: dist.ProcessGroup) -> Iterator[None]:
+    """Reduces the largest values, here of 500 tensors, from which a delayed recipe takes its next scales."""
+    yield
+    if enabled and fp8_recipe == "delayed" and torch.is_grad_enabled():
+        dist.all_reduce(torch.ones(500), dist.ReduceOp.MAX, group=fp8_group)
+
+
 def _modules() -> dict[str, types.ModuleType]:
     """The modules of Transformer Engine that Megatron imports for quantised parameters."""
     tensor = {"QuantizedTensor": QuantizedTensor}
@@ -226,7 +235,7 @@ def _modules() -> dict[str, types.ModuleType]:
     }
     contents: dict[str, dict[str, Any]] = {
         "": {"__version__": "2.9.0"},
-        ".pytorch": {},
+        ".pytorch": {"fp8_autocast": autocast, "fp8_model_init": lambda enabled: contextlib.nullcontext()},
         ".pytorch.fp8": {"FP8GlobalStateManager": None},
         ".pytorch.tensor": tensor,
         ".pytorch.tensor.utils": utils,
@@ -237,6 +246,7 @@ def _modules() -> dict[str, types.ModuleType]:
     for module, content in zip(modules.values(), contents.values(), strict=True):
         module.__path__ = []
         vars(module).update(content)
+    modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
     return modules
 
 
@@ -258,11 +268,14 @@ def stand_in(recipe: str) -> Callable[[Path], contextlib.AbstractContextManager[
             # Nothing that is imported meanwhile may go with them.
             sys.modules.update(modules)
             with (
+                contextlib.ExitStack() as stack,
                 mock.patch.object(megatron_utils, "_te_version", None),
                 mock.patch.object(Float16Module, "__init__", quantising),
                 mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather),
             ):
                 _execute_again()
+                stack.enter_context(mock.patch.object(fp8_utils, "get_fp8_recipe", lambda config: config.fp8_recipe))
+                stack.enter_context(mock.patch.object(transformer_block, "get_fp8_context", fp8_utils.get_fp8_context))
                 yield
         finally:
             for name in modules:

@@ -42,7 +42,7 @@ _LAYOUTS = {
     "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2",
     "Muon, layer-wise": f"{_MUON} --bf16 --use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
     "losses averaged by the script": "--global-batch-size 16",
-    "quantised gather": "--global-batch-size 8 --bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
+    "quantised gather": "--global-batch-size 8 --bf16 --fp8-format e4m3 --fp8-recipe delayed --fp8-param-gather",
     "sparse attention": "--global-batch-size 8 --dsa-indexer-loss-coeff 0.1",
     "one group asleep": _LONGER + "--tensor-model-parallel-size 2 --global-batch-size 4",
 }
@@ -94,6 +94,13 @@ def test_what_a_script_reduces_by_itself_stays_inside_the_group(runs: dict[str, 
         own = tuple(member for member, group in rank["group_of"].items() if group == rank["group"])
         # Over all ranks that it knows and over data-parallel ones, in each of two micro-batches; a thousand FP32 numbers.
         assert sum(found.ranks == own and found.nbytes == 4000 for found in rank["census"][_SILENT[0]]) == 4
+
+
+def test_maxima_of_fp8_are_those_of_all_groups_in_the_lazy_start_alone(runs: dict[str, Recorded]) -> None:
+    for rank in runs["quantised gather"].ranks:
+        own = tuple(member for member, group in rank["group_of"].items() if group == rank["group"])
+        for iteration, ranks in ((2, (0, 1, 2, 3)), (_SILENT[0], own)):
+            assert [found.ranks for found in rank["census"][iteration] if found.nbytes == 2000] == [ranks]
 
 
 def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: dict[str, Recorded]) -> None:

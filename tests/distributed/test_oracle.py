@@ -31,6 +31,7 @@ _LAYOUTS = {
     "--num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce --overlap-param-gather "
     "--overlap-param-gather-with-optimizer-step --ckpt-format torch",
     "loss per token": "--global-batch-size 16 --calculate-per-token-loss",
+    "two instances in a group": "--global-batch-size 16 --num-distributed-optimizer-instances 2 --overlap-grad-reduce",
     "mean in collective": "--global-batch-size 16 --ddp-average-in-collective",
 }
 

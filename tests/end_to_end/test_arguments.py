@@ -67,6 +67,7 @@ _REFUSED = {
     f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
     f"{_PIER} --pier-outlier-zscore 3": ["--pier-outlier-zscore: no such flag any more: groups that are not"],
     f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
+    f"{_PIER} --save msc://a/b --save-interval 100": ["--save msc://a/b", "Save to a folder that all share"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",
         "Use --ckpt-format torch_dist",

@@ -83,11 +83,17 @@ def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
 
 def test_summary_of_scale_is_its_record() -> None:
     page = " ".join((_DOCS / "performance.md").read_text().split())
-    _, least, stock, pier = (json.loads(line) for line in (_DOCS / "worlds.jsonl").read_text().splitlines())
+    lines = [json.loads(line) for line in (_DOCS / "worlds.jsonl").read_text().splitlines()]
+    small, large = ({line["kind"]: line for line in lines if line["world"] == world} for world in (64, 16384))
+    stock, pier = large["stock"], large["worlds"]
+    assert pier["start"] <= 0.6 * stock["start"]
+    starts = {f"{small[kind]['start']:.1f}" for kind in ("stock", "worlds")}
     for words in (
-        f"At {pier['world']:,} ranks and {pier['groups']:,} groups Pier adds {pier['start'] - stock['start']:.1f} s and "
-        f"{pier['memory'] - stock['memory']:.0f} MB to the start of stock Megatron, which takes {stock['start']:.1f} s",
-        f"takes {pier['outer']:.1f} ms there, {least['outer']:.1f} ms at {least['world']} ranks and {least['groups']} groups",
+        f"At {pier['world']:,} ranks and {pier['groups']:,} groups a rank starts in {pier['start']:.1f} s of CPU time, under "
+        f"stock Megatron in {stock['start']:.1f} s**: its world has {pier['world'] // pier['groups']} ranks",
+        f"At 64 ranks and {small['worlds']['groups']} groups both take {' '.join(starts)} s",
+        f"An outer step takes {pier['outer']:.1f} ms, {small['worlds']['outer']:.1f} ms at 64 ranks; in int4 "
+        f"{large['int4']['outer']:.1f} ms, in pairs {large['pairs']['outer']:.1f} ms",
         f"in {stock['collectives']} collectives in an iteration of stock Megatron, in {pier['collectives']} between outer "
         f"steps, and in {pier['collectives of an outer step']} in an iteration with an outer step",
         f"`python benchmarks/worlds.py` measured this on {pier['date']}",
