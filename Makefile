@@ -90,6 +90,7 @@ $(VENV)/launchers: $(VENV)/.ready tests/launchers/requirements.txt
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py
 	$(BIN)/python tests/loop/islands_torture.py
+	$(BIN)/python tests/loop/islands_torture.py --overlap 2 --fragments 2 --codec int2
 
 bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench

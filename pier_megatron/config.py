@@ -112,7 +112,8 @@ class PierConfig(RunSchedule):
             ),
             (
                 self.sync_seconds is not None and (self.overlap or self.fragments > 1),
-                f"--pier-sync-seconds {self.sync_seconds} with --pier-overlap {self.overlap} and --pier-fragments {self.fragments}",
+                f"--pier-sync-seconds {self.sync_seconds} with --pier-overlap {self.overlap} and --pier-fragments "
+                f"{self.fragments}",
                 "an island rests until the one outer step of an interval, for which the others wait. Drop it",
             ),
             (

@@ -158,13 +158,13 @@ def profiled_ranks(ranks_of_run: Sequence[int], launch: Launch) -> list[int]:
 
 
 def file_of_group(path: str, group: int) -> str:
-    """The file that a group writes in place of one."""
+    """The path of a group for a file that several groups write."""
     where = Path(path)
     return str(where.with_name(f"group_{group}_{where.name}"))
 
 
 def _name_records(settings: argparse.Namespace, launch: Launch) -> None:
-    """The same of what Megatron and PyTorch look for once there are writers and ranks."""
+    """Names records of a group, which Megatron and PyTorch look for once there are writers and ranks."""
     group = launch.group
     if not group:
         return

@@ -110,7 +110,7 @@ class ElasticPeers:
         """Takes the pseudo-gradient, and lets the islands meet behind training."""
         round_.begin()
         if is_hidden:
-            # Where it stands now. Only at the start it may take over what others have.
+            # Only at the start an island may take over what others have.
             self._is_new = False
             place = dataclasses.replace(progress)
             self._behind = Behind(lambda: self._meet(place, round_), self._share.device)
@@ -217,7 +217,7 @@ class ElasticPeers:
         """Meets the islands until all of them have agreed, and receives from them what this one does not have.
 
         Args:
-            progress: Where this island stands.
+            progress: Progress of this island.
             due: Outer step that it is due to take.
             under_way: Iteration after which the outer step began that it has yet to apply.
 
@@ -303,7 +303,7 @@ class ElasticPeers:
     def _keep_dropped(self, formed: _Formed, under_way: int) -> None:
         """Keeps what the codec has dropped, now that all islands have the sum."""
         if formed.has_joined or (under_way != NOWHERE and not formed.is_whole):
-            # Of another life of this island, or of an outer step that nobody applies.
+            # It belongs to another life of this island, or to an outer step that nobody applies.
             for state in self._share.states:
                 state.forget((RESIDUAL, REDUCED))
         if formed.round is not None:

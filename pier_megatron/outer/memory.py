@@ -30,7 +30,7 @@ def residuals_of(config: PierConfig, is_elastic: bool) -> tuple[Callable[[int], 
     """Returns what error feedback keeps: how much of the sums that a rank reduces, and which flat buffers."""
     if not config.has_error_feedback:
         return None, ()
-    # As islands come and go, a rank reduces other sums.
+    # With other elastic islands a rank reduces other sums.
     return (None, (RESIDUAL, REDUCED)) if is_elastic else (wire_of(config).segment_numel, (RESIDUAL,))
 
 

@@ -1,4 +1,4 @@
-"""Where islands stand when they meet: from whose anchor all continue, and who cannot."""
+"""Standings that islands compare when they meet: from whose anchor all continue, and who cannot."""
 
 import collections
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The outer steps of one rank: each begins, perhaps crosses behind training, and lands. Who takes part, its peers know."""
+"""The outer steps of one rank: each begins, perhaps crosses behind training, and lands."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ NEVER = -1
 
 
 class Peers(Protocol):
-    """Who takes part in outer steps: groups of one launch, or the elastic islands that run.
+    """Participants of outer steps: groups of one launch, or the elastic islands that run.
 
     Attributes:
         group: Number of this rank's group among all.
@@ -62,7 +62,7 @@ class Peers(Protocol):
         """Averages the parameters of the groups of this site."""
 
     def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
-        """Meets those that run already, of which :meth:`pier_megatron.outer.loop.OuterLoop.join` speaks.
+        """Meets those that run already; see :meth:`pier_megatron.outer.loop.OuterLoop.join`.
 
         Args:
             round_: Outer step that is due, if any.

@@ -54,7 +54,7 @@ def _die_among_islands(iteration: int) -> None:
 
     def dying(round_: OuterRound) -> None:
         arrive(round_)
-        if _iteration() == iteration:
+        if round_.begun == iteration:
             die()
 
     OuterRound.arrive = dying  # type: ignore[method-assign]

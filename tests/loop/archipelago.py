@@ -181,7 +181,7 @@ def rests(iteration: int, rests_after: int) -> bool:
 
 @dataclasses.dataclass
 class _Simulated:
-    """An island of the simulation, of which one part is trained.
+    """One part of an island of the simulation.
 
     Attributes:
         model: What it trains.
@@ -202,7 +202,7 @@ class Simulation:
     Attributes:
         anchors: The anchor after each outer step, by the iteration in which that began.
         parameters: Those of an island after it has applied an outer step, by its number and that iteration.
-        conserved: Outer steps of which it was seen that nothing was lost.
+        conserved: Number of outer steps in which nothing was lost, where that could be seen.
     """
 
     def __init__(self, steps: Sequence[Step], part: int, overlap: int, fragments: int, is_coded: bool) -> None:

@@ -88,7 +88,7 @@ class Outcome:
         steps: Outer steps that were taken.
         longest: Seconds until all survivors had continued.
         remaining: Processes that outlived their island.
-        conserved: Outer steps in few bits of which it was seen that nothing was lost.
+        conserved: Number of outer steps in few bits in which nothing was lost, where that could be seen.
     """
 
     events: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)

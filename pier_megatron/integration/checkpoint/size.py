@@ -42,7 +42,8 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     own = len(groups_apart(config, is_local=True, is_synchronised=after_outer_steps and config.has_common_anchor))
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
-    under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
+    residuals = config.has_error_feedback * (1 if config.lighthouse is None else 2)
+    under_way = _FP32 * (2 * rounds_at_once(config) / config.fragments + residuals)
     if under_way:
         sizes["exchanges under way and what codecs dropped"] = under_way * groups
     return sizes
