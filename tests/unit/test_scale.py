@@ -214,7 +214,7 @@ def test_checkpoint_of_many_groups_gets_a_warning() -> None:
 def test_islands_of_a_quorum_are_not_compared_pair_by_pair() -> None:
     # Half of a thousand join.
     numbers: list[Any] = [CountedFloat(island) for island in range(1000)]
-    standings = [Counted((island, 4 * (int(island) % 2), 8, *[int(island) % 2] * 2, 4, 1)) for island in numbers]
+    standings = [Counted((island, 4 * (int(island) % 2), 8, *[int(island) % 2] * 2, 4, 1, -1)) for island in numbers]
     present = those_present(standings)
     assert present == list(range(1, 1000, 2))
     assert not refusals_of(standings, Counted(present))  # type: ignore[arg-type]
