@@ -19,8 +19,8 @@ from pier_megatron.integration import cautions, copies, samples
 from pier_megatron.integration.checkpoint.description import Description
 from pier_megatron.integration.copies import Copies, CopiesDifferError, Domain, Parameter
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.standings import refusals_of, those_present
 from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, check_anchors
+from pier_megatron.outer.standings import refusals_of, those_present
 from pier_megatron.outer.verdicts import NOT_FINITE, DivergedError, Verdicts
 
 pytestmark = pytest.mark.slow
