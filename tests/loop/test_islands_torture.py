@@ -19,7 +19,7 @@ def test_short_torture_of_islands(tmp_path: Path, settings: dict[str, Any]) -> N
     assert outcome.events.total() == len(events)
     assert outcome.remaining == 0
     # What the codec drops is late and not lost, whoever dies meanwhile.
-    assert outcome.conserved > 10 * len(settings)
+    assert (outcome.conserved > 0) == bool(settings)
 
 
 def test_failure_shrinks_to_what_is_needed_and_is_replayed() -> None:
