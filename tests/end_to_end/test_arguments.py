@@ -51,7 +51,7 @@ _REFUSED = {
     f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
     f"{_JOB} --pier-island 2": ["--pier-island 2: must be from 0 to 1, below --pier-groups 2"],
     f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "no common state"],
-    f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
+    f"{_JOB} --pier-sync-seconds 60 --pier-overlap 1": ["--pier-sync-seconds 60.0 with --pier-overlap 1", "Drop it"],
     f"{_PIER} --pier-sync-seconds 60": ["--pier-sync-seconds 60.0", "--pier-lighthouse", "--pier-sync-interval alone"],
     f"{_JOB} --global-batch-size 32 --rampup-batch-size 16 16 1000": ["--rampup-batch-size", "constant --global-batch-size"],
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
@@ -118,10 +118,7 @@ _REFUSED = {
         "does not read --yaml-cfg",
         "--use-torch-fsdp2",
     ],
-    f"{_JOB} --pier-overlap 5 --pier-fragments 2": [
-        "--pier-overlap 5 cannot be used with elastic islands",
-        "--pier-fragments 2 cannot be used with elastic islands",
-    ],
+    f"{_JOB} --pier-overlap 500 --pier-fragments 2": ["--pier-overlap 500"],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
         "expert-data-parallel size 1",

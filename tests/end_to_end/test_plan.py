@@ -215,11 +215,6 @@ def test_log_without_its_ranks_is_refused(short_run: Path, tmp_path: Path, line:
         # 41.3 GB blocking, 43.7 GB with chunks that wait for half an interval.
         ("--memory 42", "--nnodes 16 --nproc-per-node 4", ""),
         ("--memory 80", "--nnodes 16 --nproc-per-node 4", "--pier-save-inner-state first"),
-        (
-            "--memory 80 --node-bandwidth 0.5",
-            "--nproc-per-node 4",
-            "--pier-lighthouse http://10.0.0.1:29510 --pier-island 1 --pier-groups 16 --mock-data",
-        ),
     ],
 )
 def test_overlap_is_recommended_where_the_job_would_start_with_it(flags: str, launch: str, settings: str) -> None:
@@ -229,7 +224,6 @@ def test_overlap_is_recommended_where_the_job_would_start_with_it(flags: str, la
     assert "--pier-overlap" not in found["verdict"]
     overlapped = found["rows"].get("--pier-overlap 25")
     assert overlapped is None or not overlapped["fits"]
-    # One launch, or sixteen jobs that are an island each.
     assert found["gpus"] == 64
 
 
