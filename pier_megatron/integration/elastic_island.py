@@ -57,7 +57,7 @@ def membership(
         )
     timeout = datetime.timedelta(seconds=config.island_timeout)
     # Islands meet behind training too, where Megatron uses its communicators.
-    apart = dist.new_group(backend="gloo", group_desc="PIER_INSIDE_ISLAND")
+    apart = dist.new_group(timeout=own_world.time_out(), backend="gloo", group_desc="PIER_INSIDE_ISLAND")
     assert isinstance(apart, dist.ProcessGroup)
     run = run_identity.in_common(versions.megatron_args(), config, shards, world, device)
     address, codec, secret = config.island_address, config.codec, config.secret_file

@@ -56,6 +56,11 @@ def ranks() -> dist.ProcessGroup:
     return world
 
 
+def time_out() -> datetime.timedelta:
+    """Time after which a collective of Megatron's fails."""
+    return datetime.timedelta(minutes=versions.megatron_args().distributed_timeout_minutes)
+
+
 def groups() -> int:
     """Number of groups in the run; one with a stock optimizer."""
     return settings_of(versions.megatron_args()).groups if uses_pier(versions.megatron_args()) else 1
@@ -86,8 +91,7 @@ def form[**P, R](initialize_distributed: Callable[P, R], /, *args: P.args, **kwa
         of_run *= settings.pier_groups
     elif settings.pier_groups > 1:
         given = versions.given(initialize_distributed, args, kwargs)
-        timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
-        divided = divide(settings.rank, settings.world_size, settings.pier_groups, timeout, given.get("store"))
+        divided = divide(settings.rank, settings.world_size, settings.pier_groups, time_out(), given.get("store"))
         settings.rank, settings.world_size = divided.rank_in_group, divided.ranks_of_group
         _name_records(settings, divided)
         changed["store"] = divided.store_of_group

@@ -76,7 +76,7 @@ def _in_elastic_islands(args: argparse.Namespace) -> bool:
 
 
 def _logs_progress(args: argparse.Namespace) -> bool:
-    return _in_groups(args) and bool(getattr(args, "log_progress", False))
+    return _in_groups(args) and args.log_progress
 
 
 def _skips_iterations(args: argparse.Namespace) -> bool:

@@ -96,7 +96,7 @@ def with_outer_loop(
     if is_elastic:
         elastic_island.use_own_folders(versions.megatron_args())
     startup.check_folder("--save", versions.megatron_args().save)
-    launch, timeout = own_world.launch(), datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    launch, timeout = own_world.launch(), own_world.time_out()
     between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
     exchange = GroupExchange(launch.connect("BETWEEN_GROUPS", timeout, between()), config.codec)
     topology = Topology.gather(_own_rank(config), exchange.process_group)

@@ -22,7 +22,6 @@ from pier_megatron.exchange.membership import Membership, Outcome
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.behind import Behind
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.standings import (
@@ -37,7 +36,7 @@ from pier_megatron.outer.standings import (
     weight,
 )
 from pier_megatron.outer.state import ANCHOR, REDUCED, RESIDUAL
-from pier_megatron.outer.steps import NEVER
+from pier_megatron.outer.steps import NEVER, round_at
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import ABSENT, NOT_FINITE, NOT_MET, DivergedError, Verdicts
 
@@ -128,9 +127,10 @@ class ElasticPeers:
         """
         if not is_hidden:
             return self._take_over(self._meet(progress, round_), progress)
-        formed, self._behind = self._behind.result() if self._behind is not None else round_, None
-        self.is_deserted = formed is None
-        if formed is None:
+        # One that was resumed has arrived before it was saved.
+        self.is_deserted = self._behind is not None and self._behind.result() is None
+        self._behind = None
+        if self.is_deserted:
             return None
         round_.finish()
         return round_
@@ -154,17 +154,10 @@ class ElasticPeers:
             self._share.commit()
         return taken
 
-    def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
+    def join(self, due: OuterRound | None, rounds: Sequence[OuterRound], progress: Progress) -> tuple[OuterRound | None, bool]:
         """Meets the islands, and takes an outer step that is due with them."""
-        formed = self._meet(progress, round_, max((each.begun for each in rounds), default=NOWHERE))
-        if formed is not None and not formed.is_whole:
-            # An island that joins has none, and would not apply what the others do.
-            for each in rounds:
-                each.drop()
-            if rounds:
-                progress.take_back()
-            rounds.clear()
-        return self._take_over(formed, progress)
+        formed = self._meet(progress, due, max((each.begun for each in rounds), default=NOWHERE))
+        return self._take_over(formed, progress), formed is None or formed.is_whole
 
     def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
         """Forgets the moments of an island that was excluded, as one that joins has none.
@@ -180,28 +173,20 @@ class ElasticPeers:
     def average_sites(self, iteration: int) -> None:
         """Does nothing: islands have no sites."""
 
-    def settle(self, rounds: list[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
-        """Waits until the islands have agreed; drops what nobody came for."""
-        if self._behind is not None and self._behind.result() is None:
-            self.is_deserted, self._behind = True, None
-            for round_ in rounds:
-                round_.drop()
-            rounds.clear()
+    def settle(self, rounds: Sequence[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
+        """Waits until the islands have agreed."""
+        self.is_deserted |= self._behind is not None and self._behind.result() is None
         buffers = []
-        for round_ in rounds:
+        for round_ in rounds if not self.is_deserted else ():
             met = dict(zip(round_.exchange.groups, round_.verdicts.all(), strict=True))
             verdicts = [met.get(group, NOT_MET) for group in range(self._config.groups)]
             buffers.append(dataclasses.replace(round_.settle(), verdicts=verdicts))
         return buffers, {} if self.last_restart == NEVER else {0: self.last_restart}
 
-    def resume(self, round_: OuterRound, saved: RoundBuffers) -> None:
-        """Continues a round that all islands have agreed on."""
+    def met(self, saved: RoundBuffers) -> GroupExchange:
+        """Returns the islands that have agreed on the round."""
         groups = [group for group, verdict in enumerate(saved.verdicts) if verdict != NOT_MET]
-        exchange = _Past(self._config.codec, groups, self.group)
-        round_.meet(
-            exchange, Verdicts(exchange, round_.verdict, self._share.device, tuple(saved.verdicts[each] for each in groups))
-        )
-        round_.resume(saved)
+        return _Past(self._config.codec, groups, self.group)
 
     def abandon(self) -> None:
         """Waits for the other thread."""
@@ -251,11 +236,11 @@ class ElasticPeers:
                 if attempted is not due:
                     attempted.drop()
             if outcome == Outcome.SUCCEEDED:
-                if formed is not None and formed.refusal is not None:
+                assert formed is not None
+                if formed.refusal is not None:
                     raise formed.refusal
                 self._is_new, self._has_own_anchor = False, True
-                if formed is not None:
-                    self._keep_dropped(formed, under_way)
+                self._keep_dropped(formed, under_way)
                 return formed
             if of_rank == Outcome.SUCCEEDED:
                 print(f" Pier: {where}: a rank did not receive all of it; retrying with the survivors", flush=True)
@@ -311,9 +296,7 @@ class ElasticPeers:
 
     def _without_own(self, iteration: int) -> OuterRound:
         """The outer step after an iteration that this island has not trained: it sends nothing."""
-        share, config = self._share, self._config
-        fragments, rule, stopwatch = config.fragments_due(iteration), rule_at(config, iteration), Stopwatch(share.device)
-        round_ = OuterRound(share.stagings, fragments, rule, iteration, ABSENT, stopwatch, share.device)
+        round_ = round_at(self._config, self._share, iteration, ABSENT, Stopwatch(self._share.device))
         round_.begin()
         return round_
 

@@ -262,7 +262,7 @@ class OuterLoop:
         """
         if self._is_under_way:
             raise RuntimeError(f"snapshot() in iteration {self.iteration}: call it before begin_iteration().")
-        rounds, restarted = self.steps.peers.settle(self.steps.rounds)
+        rounds, restarted = self.steps.settle(self.progress)
         self.reports.write_arrived(waits=True)
         return Snapshot(
             dataclasses.replace(self.progress),

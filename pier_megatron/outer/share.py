@@ -55,11 +55,11 @@ class Moments:
         sizes, is_changed = exchange.gather(torch.tensor([*self._sizes()], device=device)).result(), exchange.rank in groups
         # A group that has skipped all its steps so far has no moments to give or to take.
         source = source if len(sizes.unique(dim=0)) == 1 else None
-        for moment in self.each(is_changed) if is_changed or source is not None else ():
-            if source is None:
-                moment.zero_()
-            else:
+        if source is not None:
+            for moment in self.each(is_changed):
                 exchange.broadcast(moment, source, groups)
+        elif is_changed:
+            self.forget()
 
 
 class Share:

@@ -35,7 +35,7 @@ def weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) ->
 def those_present(standings: Sequence[Standing]) -> list[int]:
     """The islands whose anchor all continue from, by rank in the quorum: the newest one, with an outer step due if on any.
 
-    Of those with different anchors, most have the right one.
+    The right anchor is that of most, where anchors differ.
     """
     newest = max(map(_how_far, standings))
     furthest = [rank for rank, standing in enumerate(standings) if _how_far(standing) == newest]

@@ -195,7 +195,7 @@ class OuterState:
                 feedback only.
             device: Device of the main parameters, where there may be none.
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
-            residuals: Names of flat buffers that are this group's own; with ``segment_numel``, :data:`RESIDUAL`.
+            residuals: Names of flat buffers that are this group's own: what codecs drop.
 
         Raises:
             TypeError: If a tensor is not float32, and not stored in another form.
@@ -213,7 +213,7 @@ class OuterState:
         self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.factory_kwargs = self._on_host if offload else {"device": self.device}
         self.common = tuple(common)
-        names = (*self.common, *(residuals or ([RESIDUAL] if segment_numel is not None else [])))
+        names = (*self.common, *residuals)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
         self._fragments = fragments

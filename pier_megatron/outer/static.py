@@ -130,7 +130,7 @@ class StaticPeers:
             self._share.moments.hand_over(inside, excluded, counted.index(True), device)
             self._was_restarted |= inside.rank in excluded
 
-    def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
+    def join(self, due: OuterRound | None, rounds: Sequence[OuterRound], progress: Progress) -> tuple[OuterRound | None, bool]:
         """Refuses to meet islands."""
         raise PierConfigError(
             "OuterLoop.join() meets elastic islands, but this loop was built without them. Pass "
@@ -138,7 +138,7 @@ class StaticPeers:
             "from the start."
         )
 
-    def settle(self, rounds: list[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
+    def settle(self, rounds: Sequence[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
         """Waits for everything to arrive, and collects the verdicts of all groups."""
         buffers = [round_.settle() for round_ in rounds]
         own = torch.tensor([self.last_restart, *(round_.verdict for round_ in rounds)], device=self._share.device)
@@ -146,12 +146,9 @@ class StaticPeers:
         restarted = {group: iteration for group, iteration in enumerate(last) if iteration != NEVER}
         return [dataclasses.replace(each, verdicts=found) for each, found in zip(buffers, verdicts, strict=True)], restarted
 
-    def resume(self, round_: OuterRound, saved: RoundBuffers) -> None:
-        """Continues a round with the verdicts that were saved."""
-        exchange = self.at(saved.begun)
-        known = tuple(saved.verdicts[group] for group in exchange.groups)
-        round_.meet(exchange, Verdicts(exchange, round_.verdict, self._share.device, known))
-        round_.resume(saved)
+    def met(self, saved: RoundBuffers) -> GroupExchange:
+        """Returns the participants of the iteration in which the round began."""
+        return self.at(saved.begun)
 
     def known(self, iteration: int) -> list[GroupExchange]:
         """Collectives of the outer step after an iteration, and those over all groups, which agree in the end."""

@@ -19,7 +19,7 @@ from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging
 from pier_megatron.outer.state import Chunk
 from pier_megatron.outer.stopwatch import Stopwatch
-from pier_megatron.outer.verdicts import DivergedError, own_verdict
+from pier_megatron.outer.verdicts import DivergedError, Verdicts, own_verdict
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
@@ -61,29 +61,35 @@ class Peers(Protocol):
     def average_sites(self, iteration: int) -> None:
         """Averages the parameters of the groups of this site."""
 
-    def join(self, round_: OuterRound | None, rounds: list[OuterRound], progress: Progress) -> OuterRound | None:
+    def join(self, due: OuterRound | None, rounds: Sequence[OuterRound], progress: Progress) -> tuple[OuterRound | None, bool]:
         """Meets those that run already; see :meth:`pier_megatron.outer.loop.OuterLoop.join`.
 
         Args:
-            round_: Outer step that is due, if any.
-            rounds: Outer steps that were under way when the run was saved. None is left where the others have none of them.
+            due: Outer step that is due, if any.
+            rounds: Outer steps that were under way when the run was saved.
             progress: Becomes that of the others.
 
         Returns:
-            The outer step that was applied, if any.
+            The outer step that was applied, if any; and whether all have those that were under way.
         """
 
-    def settle(self, rounds: list[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
+    def settle(self, rounds: Sequence[OuterRound]) -> tuple[list[RoundBuffers], dict[int, int]]:
         """Waits until nothing is on its way; returns copies of the rounds, and the last restart of each group that had one."""
 
-    def resume(self, round_: OuterRound, saved: RoundBuffers) -> None:
-        """Lets a round continue where :meth:`settle` has left it."""
+    def met(self, saved: RoundBuffers) -> GroupExchange:
+        """Returns the participants of a round that was under way when it was saved."""
 
     def abandon(self) -> None:
         """Waits until nothing but rounds themselves is on its way, whatever comes of it."""
 
     def known(self, iteration: int) -> list[GroupExchange]:
         """Collectives with all that are known to take part in the outer step after an iteration."""
+
+
+def round_at(config: PierConfig, share: Share, begun: int, verdict: int, stopwatch: Stopwatch) -> OuterRound:
+    """Prepares the round of the outer step that begins after an iteration."""
+    fragments, rule = config.fragments_due(begun), rule_at(config, begun)
+    return OuterRound(share.stagings, fragments, rule, begun, verdict, stopwatch, share.device)
 
 
 class OuterSteps:
@@ -115,15 +121,15 @@ class OuterSteps:
                     continue
                 self._land(progress, round_, is_hidden=True)
             self.rounds.remove(round_)
-        fragments = config.fragments_due(iteration)
+        is_due = config.is_outer_step(iteration)
         if config.is_site_average(iteration):
             with self._phase("site_average", iteration):
                 self.peers.average_sites(iteration)
             # An outer step that is waited for lets the model know itself.
-            if not fragments or (config.overlap and iteration < config.train_iters):
+            if not is_due or (config.overlap and iteration < config.train_iters):
                 self._share.commit()
-        if fragments:
-            self._take(progress, fragments)
+        if is_due:
+            self._take(progress)
         if not config.has_common_anchor and iteration == config.train_iters:
             with self._phase("agree", iteration):
                 self._share.agree_on_mean()
@@ -132,37 +138,38 @@ class OuterSteps:
     def join(self, progress: Progress) -> None:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
         config, is_left = self._config, progress.last_common_step < progress.iteration and not self.rounds
-        fragments = config.fragments_due(progress.iteration) if is_left else ()
-        due = self._prepare(progress, fragments) if fragments else None
+        due = self._prepare(progress) if is_left and config.is_outer_step(progress.iteration) else None
         if due is not None:
             self.peers.begin(due, progress, is_hidden=False)
         with self._phase("join", progress.iteration):
-            taken = self.peers.join(due, self.rounds, progress)
+            taken, have_all = self.peers.join(due, self.rounds, progress)
         if due not in (None, taken):
             due.drop()
+        if not have_all:
+            # An island that joins has none, and would not apply what the others do.
+            self._drop(progress)
         if taken is not None:
             self._end(progress, taken)
-        if taken is not None and taken.begun < progress.iteration and (fragments := config.fragments_due(progress.iteration)):
-            # Where the others apply it they begin the next one.
-            self._take(progress, fragments)
+            if taken.begun < progress.iteration and config.is_outer_step(progress.iteration):
+                # Where the others apply it they begin the next one.
+                self._take(progress)
         if self.peers.is_deserted:
             raise RuntimeError(f"--pier-island-wait: too few islands for longer than {config.island_wait} minutes.")
 
-    def _prepare(self, progress: Progress, fragments: Sequence[int]) -> OuterRound:
-        config, share, stopwatch = self._config, self._share, Stopwatch(self._share.device)
+    def _prepare(self, progress: Progress) -> OuterRound:
+        share, stopwatch = self._share, Stopwatch(self._share.device)
         with stopwatch.running(), self._phase("verdict", progress.iteration):
             verdict = own_verdict(share)
-        rule = rule_at(config, progress.iteration)
         # What it trains from now on counts in the next one.
         progress.under_way, progress.trained = progress.trained, 0
-        round_ = OuterRound(share.stagings, fragments, rule, progress.iteration, verdict, stopwatch, share.device)
+        round_ = round_at(self._config, share, progress.iteration, verdict, stopwatch)
         round_.training = self._reports.take_training()
         return round_
 
-    def _take(self, progress: Progress, fragments: Sequence[int]) -> None:
-        """Takes the outer step of some fragments, or begins it if it is to be hidden behind training."""
+    def _take(self, progress: Progress) -> None:
+        """Takes the outer step that is due, or begins it if it is to be hidden behind training."""
         is_hidden = self._config.overlap > 0 and progress.iteration < self._config.train_iters
-        round_ = self._prepare(progress, fragments)
+        round_ = self._prepare(progress)
         with round_.stopwatch.running():
             with self._phase("begin", progress.iteration):
                 self.peers.begin(round_, progress, is_hidden)
@@ -179,8 +186,6 @@ class OuterSteps:
             progress.take_back()
             round_.drop()
         else:
-            if not is_hidden:
-                progress.is_synchronised = taken.rule.has_common_anchor and len(taken.fragments) == self._config.fragments
             self._end(progress, taken)
 
     def _end(self, progress: Progress, round_: OuterRound) -> None:
@@ -190,6 +195,8 @@ class OuterSteps:
                 self._share.return_to_anchor()
             self._share.commit()
         progress.last_common_step, progress.under_way = round_.begun, 0
+        is_whole = round_.rule.has_common_anchor and len(round_.fragments) == self._config.fragments
+        progress.is_synchronised = is_whole and round_.begun == progress.iteration
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         self._reports.add(round_, self.peers.audience.gather(own), restarted)
 
@@ -201,15 +208,30 @@ class OuterSteps:
             round_.drop()
         self.rounds = []
 
+    def _drop(self, progress: Progress) -> None:
+        """Drops what is under way and nobody applies: the training behind it counts in the next outer step."""
+        for round_ in self.rounds:
+            round_.drop()
+            progress.take_back()
+        self.rounds = []
+
+    def settle(self, progress: Progress) -> tuple[list[RoundBuffers], dict[int, int]]:
+        """Waits for what is under way; returns copies of it, and the last restart of each group that had one."""
+        settled = self.peers.settle(self.rounds)
+        if self.peers.is_deserted:
+            self._drop(progress)
+        return settled
+
     def resume(self, saved: Sequence[RoundBuffers], restarted: Mapping[int, int]) -> None:
         """Continues what was under way when a run was saved."""
+        device = self._share.device
         self.peers.last_restart = restarted.get(self._share.exchange.rank, NEVER)
         for buffers in saved:
-            begun, verdict = buffers.begun, buffers.verdicts[self.peers.group]
-            fragments, stopwatch, device = self._config.fragments_due(begun), Stopwatch(self._share.device), self._share.device
-            rule = rule_at(self._config, begun)
-            round_ = OuterRound(self._share.stagings, fragments, rule, begun, verdict, stopwatch, device)
-            self.peers.resume(round_, buffers)
+            exchange, verdict = self.peers.met(buffers), buffers.verdicts[self.peers.group]
+            round_ = round_at(self._config, self._share, buffers.begun, verdict, Stopwatch(device))
+            known = tuple(buffers.verdicts[group] for group in exchange.groups)
+            round_.meet(exchange, Verdicts(exchange, verdict, device, known))
+            round_.resume(buffers)
             self.rounds.append(round_)
 
     def rehearse(self) -> None:

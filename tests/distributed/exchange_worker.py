@@ -17,7 +17,7 @@ from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.state import RESIDUAL, OuterState, Shards
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
@@ -130,7 +130,8 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     parameters = [torch.zeros(size, device=DEVICE) for size in (3000, 2000)]
     feedback = None if exchange.codec.lossless else exchange.wire.segment_numel
-    state = OuterState([Shards(parameters)], chunk_numel=chunk_numel, segment_numel=feedback)
+    residuals = () if feedback is None else (RESIDUAL,)
+    state = OuterState([Shards(parameters)], chunk_numel=chunk_numel, segment_numel=feedback, residuals=residuals)
     stagings = [Staging(state)]
     for step in range(2):
         for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):

@@ -118,7 +118,11 @@ _REFUSED = {
         "does not read --yaml-cfg",
         "--use-torch-fsdp2",
     ],
-    f"{_JOB} --pier-overlap 500 --pier-fragments 2": ["--pier-overlap 500"],
+    f"{_JOB} --pier-overlap 30 --pier-fragments 2 --pier-sites 2": [
+        "--pier-sites 2 cannot be used with elastic islands",
+        "--pier-overlap 30 with --pier-sync-interval 50 and --pier-fragments 2 cannot be used with elastic islands",
+        "50 // 2 = 25 iterations",
+    ],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
         "expert-data-parallel size 1",

@@ -227,6 +227,16 @@ def test_overlap_is_recommended_where_the_job_would_start_with_it(flags: str, la
     assert found["gpus"] == 64
 
 
+def test_overlap_is_recommended_to_elastic_islands() -> None:
+    islands = "--pier-lighthouse http://10.0.0.1:29510 --pier-island 1 --pier-groups 16 --mock-data"
+    job = f"{_XL.replace('--nnodes 16 --nproc-per-node 4', '--nproc-per-node 4')} {islands} {_FLAGS}"
+    found = json.loads(plan("--cluster perlmutter --memory 80 --node-bandwidth 0.5 --json", job).out)
+    assert found["verdict"].startswith("Use it, with --pier-overlap 25: ")
+    assert found["rows"]["--pier-overlap 25"]["fits"]
+    # Sixteen jobs that are an island each.
+    assert found["gpus"] == 64
+
+
 def test_stock_job_and_one_group() -> None:
     stock = plan("--cluster perlmutter --memory 80", _XL.replace("--optimizer pier", "--optimizer adam")).out
     assert stock.startswith("Stock optimizer: every iteration is synchronous.")

@@ -899,6 +899,9 @@ class Archipelago:
             }
             found[iteration] = first[0] | {"all": agreed, "by": by, "momentum": momentum, "owes": owes}
         plan = self.islands[0].plan
+        if not plan.overlap and plan.fragments == 1:
+            everything = (part for by_island in taken.values() for parts in by_island.values() for part in parts)
+            assert all(part["parameters"] == part["anchor"] for part in everything)
         due = list(itertools.takewhile(lambda iteration: iteration <= max(found), plan.config().outer_steps()))
         # Under way when all were saved, and dropped because one that was saved earlier has none of it.
         dropped = {

@@ -24,7 +24,7 @@ from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Buffers, Staged, Staging
-from pier_megatron.outer.state import Chunk, OuterState, Shards
+from pier_megatron.outer.state import RESIDUAL, Chunk, OuterState, Shards
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
@@ -186,7 +186,8 @@ def _round(dtype: str) -> OuterRound:
     exchange, device = GroupExchange(codec=CODECS[dtype]), torch.device("cpu")
     exchange.wire = Wire(exchange.codec, 2)
     segment = None if exchange.codec.lossless else exchange.wire.segment_numel
-    state = OuterState([Shards([torch.randn(48)])], chunk_numel=1, offload=True, segment_numel=segment)
+    residuals = () if segment is None else (RESIDUAL,)
+    state = OuterState([Shards([torch.randn(48)])], chunk_numel=1, offload=True, segment_numel=segment, residuals=residuals)
     round_ = OuterRound([Staging(state)], (0,), Nesterov(0.9, 0.7), 1, GOOD, Stopwatch(device), device)
     round_.meet(exchange, Verdicts(exchange, GOOD, device))
     return round_

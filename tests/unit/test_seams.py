@@ -221,7 +221,7 @@ def test_a_newer_release_has_the_rows_of_the_newest_that_is_known(newest: str) -
 
 def run_of(**given: Any) -> argparse.Namespace:
     stock = {"optimizer": "adam", "save": None, "load": None, "async_save": False, "iterations_to_skip": []}
-    pier = {"pier": True, "pier_groups": 2, "pier_lighthouse": None, "pier_sync_seconds": None}
+    pier = {"pier": True, "pier_groups": 2, "pier_lighthouse": None, "pier_sync_seconds": None, "log_progress": False}
     return argparse.Namespace(**stock | pier | given)
 
 
@@ -276,7 +276,7 @@ assert all(unchanged[name] is value for name, value in before.items())
 seams.register()
 args = argparse.Namespace(
     pier=True, optimizer="muon", pier_groups=2, pier_lighthouse="x", pier_sync_seconds=1, iterations_to_skip=[1], save="x",
-    load="x", async_save=True,
+    load="x", async_save=True, log_progress=True,
 )
 rows = (*seams.BEFORE_ARGUMENTS, *seams.used(seams.TABLE, args))
 install(rows)

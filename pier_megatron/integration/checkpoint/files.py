@@ -45,7 +45,7 @@ def load_whole_files[R](
 def without_reruns(state: "ShardedStateDict") -> "ShardedStateDict":
     """A state without what Megatron's search for a faulty device knows.
 
-    That is numbered by the ranks of a world. A run in another number of groups, and stock Megatron, look for other numbers.
+    The ranks of a world number it. A run in another number of groups, and stock Megatron, look for other numbers.
     """
     return {name: part for name, part in state.items() if name != "rerun_state_machine"}
 

@@ -6,7 +6,6 @@ folder is one checkpoint to whatever reads it, and Megatron names it in the trac
 """
 
 import dataclasses
-import datetime
 import os
 import pickle
 from collections.abc import Callable
@@ -84,7 +83,7 @@ def save_in_one_folder(
     verifies = given.get("verify_integrity", False)
     changed: dict[str, object] = {"verify_integrity": False} if verifies else {}
     if launch.group:
-        launch.store.wait([_key(number, 0)], _time_out())
+        launch.store.wait([_key(number, 0)], own_world.time_out())
         if (said := launch.store.get(_key(number, 0)).decode()) != _DONE:
             raise RuntimeError(f"{checkpoint_dir}: group 0 could not save its part: {said}")
         state = {"optimizer": {ENTRY: state["optimizer"][ENTRY]}}
@@ -151,10 +150,6 @@ def _key(number: int, group: int) -> str:
     return f"pier/save_{number}/{group}"
 
 
-def _time_out() -> datetime.timedelta:
-    return datetime.timedelta(minutes=versions.megatron_args().distributed_timeout_minutes)
-
-
 def _tell(number: int, what: str) -> None:
     launch = own_world.launch()
     if launch.rank_in_group == 0:
@@ -165,7 +160,7 @@ def _list_files(checkpoint: Path, number: int) -> None:
     """Waits for the other groups, and enters their files in the metadata of the first."""
     launch = own_world.launch()
     keys = [_key(number, group) for group in range(1, launch.groups)]
-    launch.store.wait(keys, _time_out())
+    launch.store.wait(keys, own_world.time_out())
     said = {group: launch.store.get(key).decode() for group, key in enumerate(keys, 1)}
     if failed := {group: what for group, what in said.items() if what != _DONE}:
         raise RuntimeError(f"{checkpoint}: groups could not save their parts: {failed}")
