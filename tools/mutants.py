@@ -8,8 +8,8 @@ stays as it is, to the letter.
 First each file of tests runs without any bug, and shows which lines it reaches, also in the processes that it starts: one that
 fails is left out, and named. Then a bug meets the quick unit tests of its line, and, if they pass, each file that reaches it,
 the quickest first. It is ``seen`` when a test fails, and ``lives`` when all pass; on a line that no test runs it is
-``unreached``; where a test did not end in time it is ``unknown``. The log keeps each outcome, and a second call goes on from
-it: 200 bugs are an evening. A bug that lives has no visible effect, or a test is missing: read each.
+``unreached``; where a test did not end in time it is ``unknown``. The log keeps each outcome, and a second call continues:
+200 bugs are a night. A bug that lives has no visible effect, or a test is missing: read each.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import coverage
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-_FOLDERS = ("unit", "loop", "distributed", "end_to_end", "pages")
+_FOLDERS = ("unit", "processes", "loop", "distributed", "end_to_end", "pages")
 
 # Time for quick unit tests, for a file of tests in relation to its time without a bug, and for all that one bug meets.
 _SECONDS, _FACTOR, _SECONDS_OF_BUG = 120.0, 4.0, 1800.0
@@ -121,7 +121,7 @@ def main() -> int:
 def _copy(tree: Path) -> Path:
     ignored = shutil.ignore_patterns(".git", "runs", ".venv", "__pycache__", ".*_cache")
     shutil.copytree(_REPOSITORY, tree, ignore=ignored)
-    # Some tests ask for the releases of Megatron beside the installed one, by their folder.
+    # Some tests ask for the other releases of Megatron, by their folder.
     if (_REPOSITORY / ".venv").exists():
         (tree / ".venv").symlink_to(_REPOSITORY / ".venv")
     return tree
@@ -285,7 +285,7 @@ def _lines_of(tree: Path, names: Mapping[str, float]) -> dict[tuple[str, int], s
         try:
             data.read()
         except coverage.CoverageException:
-            # Of a process that was killed while it wrote.
+            # Its process was killed while it wrote.
             continue
         tests = {context for context in data.measured_contexts() if context in names}
         for file in data.measured_files():

@@ -46,12 +46,12 @@ def unit() -> Rows:
 
 def exchange() -> Rows:
     """The exchange between four groups."""
-    yield from _run("tests/distributed/test_exchange.py")
+    yield from _run("tests/loop/test_exchange.py")
 
 
 def communicator() -> Rows:
     """The communicator between elastic islands."""
-    yield from _run("tests/distributed/test_lost_exchanges.py")
+    yield from _run("tests/loop/test_lost_exchanges.py")
 
 
 def loop() -> Rows:

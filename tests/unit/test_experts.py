@@ -3,9 +3,7 @@
 import argparse
 import dataclasses
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,28 +305,6 @@ def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, mon
     directory, status = refused.value.args
     assert directory.startswith("MHo-IHo/law: [Errno 21] Is a directory")
     assert status == f"MHo-IHo/history: ended with status 1, log in {tmp_path}/MHo-IHo/history/scores/log.txt"
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_signal_ends_what_scores(tmp_path: Path, is_early: bool) -> None:
-    plan_with_scores(tmp_path, np.zeros((1, 2)), 2.0)
-    (tmp_path / "python").write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
-    (tmp_path / "python").chmod(0o755)
-    code = (
-        f"import argparse, sys; sys.executable = '{tmp_path}/python'; from pier_megatron.experiments.experts import score; "
-        f"sys.exit(score.run(argparse.Namespace(folder=__import__('pathlib').Path('{tmp_path}'))))"
-    )
-    pid, deadline = tmp_path / "pid", time.monotonic() + 60
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "0 of 1 models are scored on law\n"
-        while not is_early and not (pid.exists() and pid.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.terminate()
-        assert "start the same command again" in process.communicate(timeout=30)[0]
-    assert process.returncode == 130
-    assert not pid.exists() or not Path("/proc", pid.read_text().strip(), "exe").exists()
 
 
 def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

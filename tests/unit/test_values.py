@@ -6,8 +6,6 @@ A new flag is tried by itself, and fails ``test_every_flag_says_what_it_accepts`
 import argparse
 import dataclasses
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -242,33 +240,3 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     words = ["--name=--pier-x", "--pier-outer-lr", "0.7", "--title", "--pier- notes", "--pier-groups=4", "--", "--pier-x"]
     given = check_words(words)
     assert (given.pier_groups, given.pier_outer_lr, given.pier_preset) == (4, 0.7, None)
-
-
-_LATE = """
-import argparse, contextlib, io, sys
-from pier_megatron import cli
-from pier_megatron import launcher
-
-def show(parser):
-    parser.format_help()
-    for action in parser._actions:
-        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
-            show(inner)
-
-show(cli.parser())
-for run, words in (
-    (cli.main, ["demo", "--iterations", "-5"]),
-    (cli.main, ["plan", "--cluster", "perlmutter", "--suggest"]),
-    (launcher.main, ["--help"]),
-    (launcher.main, [sys.argv[1], "--pier-groups", "0"]),
-):
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run(words)
-heavy = "torch numpy megatron matplotlib psutil yaml transformers tensorboard lm_eval torchft".split()
-print(" ".join(name for name in heavy if name in sys.modules))
-"""
-
-
-def test_help_and_refusals_import_nothing_heavy(place: Path) -> None:
-    command = [sys.executable, "-c", _LATE, str(place / "file")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split() == []

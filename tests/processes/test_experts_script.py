@@ -1,4 +1,4 @@
-"""The ``train.sh`` that ``pier-megatron experts plan`` writes, really run, on what stands in for Python."""
+"""The ``train.sh`` that ``pier-megatron experts plan`` writes, and ``score``, on what stands in for Python."""
 
 import dataclasses
 import json
@@ -186,3 +186,29 @@ def test_shellcheck_finds_nothing(planned: Callable[..., Plan]) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     checked = subprocess.run([shellcheck, "--severity=warning", planned().folder / "train.sh"], capture_output=True)
     assert (checked.returncode, checked.stdout) == (0, b"")
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_signal_ends_what_scores(tmp_path: Path, is_early: bool) -> None:
+    expert = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, 1e9, None)
+    plan = Plan(tmp_path, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (expert,))
+    plan.write()
+    plan.checkpoints(expert.name).mkdir(parents=True)
+    (plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    (tmp_path / "python").write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    code = (
+        f"import argparse, sys; sys.executable = '{tmp_path}/python'; from pier_megatron.experiments.experts import score; "
+        f"sys.exit(score.run(argparse.Namespace(folder=__import__('pathlib').Path('{tmp_path}'))))"
+    )
+    pid, deadline = tmp_path / "pid", time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0 of 1 models are scored on law\n"
+        while not is_early and not (pid.exists() and pid.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert "start the same command again" in process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert not pid.exists() or not Path("/proc", pid.read_text().strip(), "exe").exists()

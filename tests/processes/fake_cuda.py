@@ -285,13 +285,13 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
 
 
-def _place(passing: str = "tests/unit/fake_cuda.py") -> tuple[str, int]:
+def _place(passing: str = "tests/processes/fake_cuda.py") -> tuple[str, int]:
     """Innermost function of this repository or of Megatron that runs, as ``file:function``, and its line."""
     for frame, line in traceback.walk_stack(sys._getframe()):
         _, installed, file = frame.f_code.co_filename.rpartition("site-packages/")
         if file.startswith("megatron/" if installed else f"{_ROOT}/"):
             place = f"{file.removeprefix(f'{_ROOT}/')}:{frame.f_code.co_qualname}"
-            if not place.startswith((passing, "tests/unit/fake_cuda.py")):
+            if not place.startswith((passing, "tests/processes/fake_cuda.py")):
                 return place, line
     raise AssertionError("no function of this repository runs")
 

@@ -227,7 +227,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any], str]] = {
 def test_planted_bugs_are_seen_with_their_line(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, planted, settings, message = _BUGS[bug]
     monkeypatch.setattr(owner, attribute, planted)
-    place = r"^(tests/unit/fake_cuda_cases|pier_megatron/(outer|exchange)/\w+)\.py:\S+, line \d+: "
+    place = r"^(tests/processes/fake_cuda_cases|pier_megatron/(outer|exchange)/\w+)\.py:\S+, line \d+: "
     with pytest.raises(FaultError, match=f"{place}.*{message}"):
         train(config_of(**settings))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ |= {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import fake_launch
