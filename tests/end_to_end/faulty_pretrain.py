@@ -42,7 +42,8 @@ def _die_in_exchange(iteration: int) -> None:
 
     def dying(round_: OuterRound) -> None:
         if _iteration() == iteration:
-            die()
+            # As NCCL's watchdog ends a process.
+            os.abort()
         run(round_)
 
     OuterRound.run = dying  # type: ignore[method-assign]

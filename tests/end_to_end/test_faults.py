@@ -45,6 +45,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     # A rank is killed in an exchange: the other one says where it was.
     attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}])
     assert attempt.wait() != 0
+    assert "Fatal Python error: Aborted" in attempt.log
     assert "group 0 was in phase outer_step of the outer step after iteration 12" in attempt.log
     assert job.last_saved() == 8
     seen |= attempt.losses()

@@ -247,6 +247,9 @@ def test_snapshot_of_other_settings_is_refused_or_loses_what_is_on_its_way(ranks
     assert begun[:3] == [1, 2, 3]
     assert begun[3] > 5
     assert begun[-1] == 12
+    # What has arrived before stays, and nothing arrives in the iteration after.
+    stopped, resumed = result["history"][4:6]
+    assert all(torch.equal(stopped[key], resumed[key]) and stopped[key].any() for key in ("anchor", "momentum"))
 
 
 @pytest.mark.parametrize("config", [{}, {"overlap": 2, "fragments": 2}, {"exchange_dtype": "int8"}], ids=str)

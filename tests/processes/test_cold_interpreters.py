@@ -106,6 +106,7 @@ _UNDER_ANOTHER_DEVICE = """
 import torch
 from pier_megatron.cpu import emulation
 emulation.install()
+assert torch.cuda.is_available() and torch.cuda.device_count() == 1
 with torch.device("meta"):
     made = [torch.empty(2), torch.tensor([1.0]), torch.arange(3), torch.full((2,), 1.0), torch.nn.Linear(2, 2).weight]
 assert all(tensor.is_meta for tensor in made), [tensor.device for tensor in made]

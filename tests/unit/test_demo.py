@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pier_megatron import PierConfig, cli
-from pier_megatron.commands.demo import command, comparison
+from pier_megatron.commands.demo import command, comparison, corpus
 from pier_megatron.commands.demo.comparison import Curve, verdict
 from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
 from pier_megatron.errors import PierConfigError
@@ -67,7 +67,41 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
     logs[node].write_text(" [2026-11-22] iteration       50/     300 | consumed | lm loss: 2.9553E+00 | grad norm\n")
     process = subprocess.Popen(["sleep", "1"])
     follow([process], logs)
-    assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("     0 s  starting")
+    assert "iteration 50 of 300, loss 2.955" in shown
+
+
+def test_few_files_are_held_out_and_none_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    for name in [f"module{number}.py" for number in range(100)] + ["test/test_module.py"]:
+        (library / name).write_text(f"# {name}")
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(library))
+    train, validation = (
+        [bytes(int(token) for token in document[:-1]).decode() for document in IndexedDataset(str(prefix))]
+        for prefix in corpus.write(tmp_path / "corpus")
+    )
+    assert 0 < len(validation) < 15
+    assert sorted(train + validation) == sorted(f"# module{number}.py" for number in range(100))
+
+
+def test_what_crossed_is_counted_for_all_ranks(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from pier_megatron.outer.report import SCALAR_PREFIX
+
+    config = PierConfig(train_iters=30, groups=2, sync_interval=10, lazy_start_iters=10)
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_text("world_size", "4")
+    for step in (20, 30):
+        writer.add_scalar(f"{SCALAR_PREFIX}bytes-sent", 5e6, step)
+    writer.close()
+    said = comparison._bytes(comparison.TensorBoardLog(tmp_path), config)
+    # 20 MB in each of 10 iterations of the lazy start and of two outer steps, or in each of 30.
+    assert said == ["Crossed the groups: 240 MB with Pier (10 synchronous iterations, 2 outer steps), 600 MB without"]
 
 
 def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> None:

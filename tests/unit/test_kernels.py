@@ -30,6 +30,7 @@ def rows(number: int, blocks: int, value: float | None = None) -> torch.Tensor:
     # Halves of steps, which are rounded to even numbers: of integers and, in all places or in the scale, of BF16.
     found[0, :BLOCK] = torch.arange(BLOCK) - 63.5
     found[0, BLOCK : 2 * BLOCK] = 1 + 2**-8
+    found[0, 2 * BLOCK : 3 * BLOCK] = 1 + 3 * 2**-8
     found[-1, (blocks - 1) * BLOCK :] = 0
     if value is not None:
         found[number // 2, (blocks // 2) * BLOCK + 5] = value

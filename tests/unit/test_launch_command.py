@@ -128,6 +128,9 @@ def test_what_stands_around_the_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
     ).surroundings
     assert around.provides("D", differs=True)
     assert not around.provides("HERE", differs=False)
+    around = LaunchCommand.parse(shlex.split("mpirun -np 2 -x E=5 -x F python train.py")).surroundings
+    assert all(around.provides(name, differs=False) for name in ("E", "F"))
+    assert not around.provides("5", differs=False)
 
 
 @pytest.mark.parametrize(

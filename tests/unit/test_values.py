@@ -17,7 +17,16 @@ import pytest
 from pier_megatron import PierConfig, PierConfigError, cli, launcher
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
 from pier_megatron.settings import Settings, flag_of
-from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
+from pier_megatron.values import (
+    Number,
+    any_path,
+    existing_file,
+    existing_folder,
+    file_to_write,
+    folder_to_write,
+    png_to_write,
+    url,
+)
 
 _LIMIT = 60.0
 """Seconds: a bound against what looks at a network or a model before it looks at a value."""
@@ -185,6 +194,14 @@ def test_a_program_cannot_set_what_a_flag_cannot(name: str) -> None:
     for value in (-5, 10**30, 10**400, float("nan"), float("inf")):
         with pytest.raises(PierConfigError, match=f"^{flag_of(setting.name)} "):
             PierConfig(**(given | {setting.name: value}))
+
+
+@pytest.mark.parametrize("host", ["first", "10.0.0.1", "[fd00::1]"])
+def test_lighthouse_is_named_or_has_an_address(host: str) -> None:
+    assert url(f"http://{host}:29510") == f"http://{host}:29510"
+    for wrong in (f"http://{host}", f"{host}:29510", f"http://{host}:65536", f"http://{host}-:29510"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"http://|must be an IP address"):
+            url(wrong)
 
 
 def test_a_number_in_words_has_its_kind_and_its_ends() -> None:
