@@ -88,26 +88,12 @@ def test_few_files_are_held_out_and_none_is_trained_on(tmp_path: Path, monkeypat
     assert sorted(train + validation) == sorted(f"# module{number}.py" for number in range(100))
 
 
-def test_what_crossed_is_counted_for_all_ranks(tmp_path: Path) -> None:
+def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     from pier_megatron.outer.report import SCALAR_PREFIX
 
-    config = PierConfig(train_iters=30, groups=2, sync_interval=10, lazy_start_iters=10)
-    writer = SummaryWriter(str(tmp_path))
-    writer.add_text("world_size", "4")
-    for step in (20, 30):
-        writer.add_scalar(f"{SCALAR_PREFIX}bytes-sent", 5e6, step)
-    writer.close()
-    said = comparison._bytes(comparison.TensorBoardLog(tmp_path), config)
-    # 20 MB in each of 10 iterations of the lazy start and of two outer steps, or in each of 30.
-    assert said == ["Crossed the groups: 240 MB with Pier (10 synchronous iterations, 2 outer steps), 600 MB without"]
-
-
-def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7"}
+    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "world_size": "4"}
     pier, muon = (PierConfig(train_iters=1000, groups=2, preset=preset) for preset in ("pier-rising", "pier-muon"))
     runs = {"synchronous": None, "pier": pier, "synchronous-muon": None, "pier-muon": muon}
     for index, name in enumerate(runs):
@@ -117,12 +103,17 @@ def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> Non
         for step in (0, 2, 4):
             for scalar in ("lm loss", "lm loss validation"):
                 writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
+            # What one rank has sent, at outer steps.
+            if name == "pier" and step:
+                writer.add_scalar(f"{SCALAR_PREFIX}bytes-sent", 5e6, step)
         # The loss on the test dataset, by Megatron under the same name.
         writer.add_scalar("lm loss validation", 9.0, 4, walltime=110)
         writer.close()
     said = comparison.summarise(tmp_path, runs, 100)
     assert "Pier (pier-rising) reached a validation loss of 5.000, " in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)
+    # 20 MB of all four ranks in each synchronous iteration and at each outer step, or in each of 1000 iterations.
+    assert "Crossed the groups: 2,040 MB with Pier (100 synchronous iterations, 2 outer steps), 20,000 MB without" in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous AdamW after ", said)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
