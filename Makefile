@@ -111,6 +111,7 @@ lint: setup
 	$(BIN)/python tools/check_docstrings.py pier_megatron study benchmarks tools tests
 	$(BIN)/python tools/check_limits.py pier_megatron
 	$(BIN)/python tools/check_private.py pier_megatron tests
+	$(BIN)/python tools/check_promises.py README.md SECURITY.md docs
 	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron study benchmarks tools tests
 
 typecheck: setup

@@ -1,8 +1,10 @@
-"""Holds two checkouts against each other: ``python tools/golden.py OTHER [--runs N] [--seed S]``.
+"""Holds two checkouts against each other: ``python tools/golden.py OTHER [--runs N] [--trainings N] [--seed S]``.
 
 Draws settings of the outer loop, with faults, stops and evaluations on the way, and trains each in both checkouts, by the
-ranks of their own ``tests/loop/ranks.py``. Prints which runs end with the same bits in parameters, anchor and momentum, which
-do not, and which only one of the two accepts. A change that takes code away is to leave all of them as they were.
+ranks of their own ``tests/loop/ranks.py``; compares parameters, anchor and momentum. Then draws trainings with Megatron, each
+with a save and a resume, launches them by the checkouts' own ``tests/distributed/launch.py``, and compares the losses and the
+gradient norms of all iterations, and the final weights. Prints which are the same to the last bit, which are not, and which
+only one of the two accepts. A change that takes code away is to leave all of them as they were.
 """
 
 import argparse
@@ -21,6 +23,9 @@ from torch import Tensor
 # Not the package's own: both checkouts draw the same.
 _CODECS = ("fp32", "bf16", "int12", "int8", "int4", "int2", "int1")
 _LOSSLESS, _MOST_BITS_LOST = ("fp32",), ("int2", "int1")
+
+_LENGTH = 10
+_TRAINING = f"--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 4 --train-iters {_LENGTH}"
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -66,42 +71,81 @@ def draw(seed: int) -> dict[str, Any]:
     return {"settings": {"groups": groups, "ranks_in_group": ranks_in_group, "config": config}, "commands": commands}
 
 
+def draw_training(seed: int) -> dict[str, Any]:
+    """Draws a training of Megatron on four ranks in two groups as plain data: its flags, and where it is stopped."""
+    chance = random.Random(seed)
+    layout = chance.choice(
+        [
+            "--tensor-model-parallel-size 2 --global-batch-size 4",
+            "--pipeline-model-parallel-size 2 --global-batch-size 8",
+            "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none --global-batch-size 8",
+            "--global-batch-size 8",
+            "--overlap-grad-reduce --overlap-param-gather --global-batch-size 8",
+        ]
+    )
+    flags = [layout, chance.choice(["", "--bf16", "--fp16 --initial-loss-scale 1024"])]
+    if chance.random() < 0.25 and "overlap" not in layout and "--fp16" not in flags:
+        flags.append("--pier-inner-optimizer muon --muon-fp32-matmul-prec high")
+    if chance.random() < 0.25:
+        flags.append("--hidden-dropout 0.1")
+    if chance.random() < 0.25:
+        flags.append("--calculate-per-token-loss")
+    preset = chance.choice(["pier", "pier-rising", "diloco", "local-sgd", "noloco"])
+    flags.append(f"--pier-preset {preset}")
+    if preset != "noloco":
+        if chance.random() < 0.5:
+            flags.append(f"--pier-overlap {chance.randint(1, 2)}")
+        if chance.random() < 0.4:
+            flags.append("--pier-fragments 2")
+        flags.append(f"--pier-exchange-dtype {chance.choice(_CODECS)}")
+    if chance.random() < 0.4:
+        flags.append("--pier-offload")
+    return {"argv": " ".join([_TRAINING, *filter(None, flags)]), "stop": chance.randint(1, _LENGTH - 1)}
+
+
 def main() -> int:
     """Trains in both checkouts, compares, and returns 1 if they are not alike."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the other checkout, such as one of git worktree")
-    parser.add_argument("--runs", type=int, default=200, help="number of runs (%(default)s)")
+    parser.add_argument("--runs", type=int, default=200, help="number of runs of the loop (%(default)s)")
+    parser.add_argument("--trainings", type=int, default=0, help="number of trainings with Megatron (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one; the others count on (%(default)s)")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.runs)
+    runs = range(options.seed, options.seed + options.runs)
+    trainings = range(options.seed, options.seed + options.trainings)
     if options.write is not None:
-        _train(options.other.resolve(), seeds, options.write)
+        checkout = options.other.resolve()
+        torch.save({**_loops(checkout, runs), **_trainings(checkout, trainings)}, options.write)
         return 0
     here = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("here", "there")]
         for checkout, file in zip((here, options.other), files, strict=True):
-            words = [str(checkout), "--seed", str(options.seed), "--runs", str(options.runs), "--write", str(file)]
+            words = [str(checkout), *sys.argv[2:], "--write", str(file)]
             environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
             subprocess.run([sys.executable, __file__, *words], env=environment, check=True)
         here, there = (torch.load(file) for file in files)
     kinds: dict[str, list[str]] = collections.defaultdict(list)
-    for seed in seeds:
-        one, other = here[seed], there[seed]
+    for key, one in here.items():
+        other = there[key]
         if isinstance(one, str) or isinstance(other, str):
-            kinds["refused by both" if isinstance(one, str) and isinstance(other, str) else "accepted by one"].append(f"{seed}")
-        elif torch.equal(one.view(torch.int32), other.view(torch.int32)):
-            kinds["same"].append(f"{seed}")
+            kinds["refused by both" if isinstance(one, str) and isinstance(other, str) else "accepted by one"].append(key)
+        elif one.shape == other.shape and torch.equal(one.view(torch.int64), other.view(torch.int64)):
+            kinds["same"].append(key)
         else:
-            kinds["different"].append(f"{seed} by {(one - other).abs().max().item():.1e}")
+            kinds["different"].append(f"{key} by {(one - other).abs().max().item():.1e}" if one.shape == other.shape else key)
     for kind, which in kinds.items():
-        print(f"{kind}: {len(which)}{'' if kind == 'same' else f', seeds {which}'}")
-    return int("different" in kinds or "accepted by one" in kinds or "same" not in kinds)
+        print(f"{kind}: {len(which)}{'' if kind == 'same' else f', {which}'}")
+    for key in (*kinds["accepted by one"], *kinds["refused by both"]):
+        print(f"{key}: {next(end for end in (here[key], there[key]) if isinstance(end, str))}")
+    return int("different" in kinds or bool(kinds["accepted by one"]) or "same" not in kinds)
 
 
-def _train(checkout: Path, seeds: range, file: Path) -> None:
-    """Trains runs with the ranks of a checkout; writes how each ended, by seed: numbers, or why it was refused."""
+def _loops(checkout: Path, seeds: range) -> dict[str, str | Tensor]:
+    """Trains runs with the ranks of a checkout: how each ended, by seed, in numbers, or why it was refused."""
+    if not seeds:
+        return {}
     sys.path[:0] = [str(checkout / folder) for folder in ("tests/loop", "tools", "tests")]
     import programs
     import ranks as processes
@@ -109,24 +153,65 @@ def _train(checkout: Path, seeds: range, file: Path) -> None:
     from pier_megatron import PierConfig
 
     assert Path(sys.modules["pier_megatron"].__file__ or "").is_relative_to(checkout)
-    ends: dict[int, str | Tensor] = {}
+    ends: dict[str, str | Tensor] = {}
     with processes.running() as ranks:
         for seed in seeds:
             run = draw(seed)
             try:
                 settings = processes.Settings(**run["settings"])
                 PierConfig(groups=settings.groups, **settings.config)
-                ends[seed] = _end_of(programs.Program(settings, run["commands"]).run(ranks))
+                ends[f"run {seed}"] = _end_of(programs.Program(settings, run["commands"]).run(ranks))
             except (ValueError, TypeError, processes.FailedError) as error:
-                ends[seed] = str(error)
-    torch.save(ends, file)
+                ends[f"run {seed}"] = str(error)
+    return ends
+
+
+def _trainings(checkout: Path, seeds: range) -> dict[str, str | Tensor]:
+    """The same of trainings with Megatron, each launched with its resume."""
+    if not seeds:
+        return {}
+    sys.path[:0] = [str(checkout / folder) for folder in ("tests/distributed", "tools", "tests")]
+    from launch import Run, launch
+
+    from pier_megatron.commands.demo.corpus import write_documents
+
+    ends: dict[str, str | Tensor] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(__file__).parents[1] / "LICENSE"
+        prefixes = [write_documents(Path(folder) / name, [text]) for name in ("train", "validation")]
+        for seed in seeds:
+            drawn, directory = draw_training(seed), Path(folder) / str(seed)
+            directory.mkdir()
+            saved = f"{drawn['argv']} --save {{directory}}/saved --save-interval {_LENGTH}"
+            loaded = f"{drawn['argv']} --load {{directory}}/saved --ckpt-step {drawn['stop']} --exit-on-missing-checkpoint"
+            runs = [Run("whole", saved, ["weights"], saves=[drawn["stop"]]), Run("resumed", loaded, ["weights"])]
+            try:
+                recorded = launch(directory, prefixes, runs)
+            except AssertionError as error:
+                ends[f"training {seed}"] = f"{drawn['argv']}: {error}"
+                continue
+            ends[f"training {seed}"] = torch.cat(
+                [
+                    part
+                    for run in recorded.values()
+                    for part in (
+                        torch.tensor([*run.losses.values(), *run.grad_norms.values()], dtype=torch.float64),
+                        *(
+                            value.double().flatten()
+                            for _, value in sorted(run.weights("final").items())
+                            if isinstance(value, Tensor) and value.is_floating_point()
+                        ),
+                    )
+                ]
+            )
+    return ends
 
 
 def _end_of(results: list[dict[str, Any]]) -> Tensor:
-    """Parameters, anchor and momentum of all ranks after the last iteration; float32, flat."""
+    """Parameters, anchor and momentum of all ranks after the last iteration; float64, flat."""
     last = [result["history"][-1] for result in results]
     tensors = [tensor for of_rank in last for tensor in (*of_rank["parameters"], of_rank["anchor"], of_rank["momentum"])]
-    return torch.cat([tensor.flatten() for tensor in tensors])
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from pier_megatron.integration import own_world
+from pier_megatron.outer.state import RESIDUAL
 
 # Name of a set of copies, and the ranks that hold different parts.
 _Copy = tuple[Any, ...]
@@ -81,11 +82,17 @@ def _outer_state(pier: Any) -> dict[int, dict[str, torch.Tensor]]:
     if pier is None:
         return {}
     return {
-        main.data_ptr(): {f"outer {name}": flat[where] for name, flat in state.flats.items()}
+        main.data_ptr(): {f"outer {name}": flat[where] for name, flat in _copied(state).items()}
         for state in pier.loop.states
         for main, where in state.slices()
         if main.numel()
     }
+
+
+def _copied(state: Any) -> dict[str, torch.Tensor]:
+    """The flat buffers of which ranks have copies: where each sends a part, only that part's codec drops anything there."""
+    divides = any(chunk.shards.holders is not None for chunk in state.chunks)
+    return {name: flat for name, flat in state.flats.items() if name != RESIDUAL or not divides}
 
 
 def _digest(tensor: torch.Tensor) -> str:

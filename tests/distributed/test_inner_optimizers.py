@@ -23,6 +23,7 @@ _BLOCKS = "--muon-tp-mode blockwise "
 _PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--global-batch-size 16 "
 _WHOLE_MATRICES = "--muon-tp-mode duplicated "
+_EP2 = _DP2 + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none "
 _LAYER_WISE = _DP2 + "--bf16 --use-distributed-optimizer "
 _OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
@@ -35,7 +36,7 @@ _LAYOUTS = {
     "TP 2": (_TP2 + _BLOCKS, {}, 2),
     "TP 2, whole matrices": (_TP2 + _WHOLE_MATRICES, {}, 1),
     "inner DP 2": (_DP2 + "--overlap-grad-reduce --calculate-per-token-loss ", {}, 1),
-    "EP 2": (_DP2 + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none ", {}, 1),
+    "EP 2": (_EP2, {}, 1),
     "pairs": ("--global-batch-size 8 --pier-preset noloco ", {"groups": 4, "preset": "noloco"}, 1),
     "hidden": (_PP2 + "--pier-overlap 2 --pier-fragments 3 --pier-offload ", {"overlap": 2, "fragments": 3}, 1),
 }
@@ -44,6 +45,7 @@ _HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier
 # By name: settings, and after which iterations it is stopped.
 _STOPPED = {
     "bf16": (_DP2 + "--bf16 --log-params-norm --eval-interval 4 --eval-iters 2 ", (8,)),
+    "bf16, int4": (_EP2 + "--bf16 --pier-exchange-dtype int4 ", (7,)),
     "fp32": (_PP2, (8,)),
     "bf16, hidden": (_TP2 + "--bf16 " + _HIDDEN, (7,)),
     "layer-wise": (_LAYER_WISE + _OVERLAPPED + "--log-params-norm ", (8,)),
@@ -164,4 +166,4 @@ def test_group_that_is_not_finite_is_restarted(runs: dict[str, Recorded]) -> Non
 def test_copies_on_data_parallel_ranks_are_said(runs: dict[str, Recorded]) -> None:
     warning = "each of the 2 data-parallel ranks of a group (4 / --pier-groups 2) steps and keeps all"
     warned = {name for name, run in runs.items() if warning in run.printed}
-    assert warned == {"inner DP 2", "EP 2", "bf16, saved", "bf16, from 8"}
+    assert warned == {"inner DP 2", "EP 2", "bf16, saved", "bf16, from 8", "bf16, int4, saved", "bf16, int4, from 7"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import ITERATIONS, Job, differing, outer_checksums
+from jobs import ITERATIONS, Attempt, Job, differing, outer_checksums
 
 pytestmark = pytest.mark.processes
 
@@ -42,13 +42,19 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert set(losses) == set(range(1, ITERATIONS + 1))
     seen: dict[int, str] = {}
 
+    def compare(attempt: Attempt) -> None:
+        """Its losses are those of the twin, so that the first fault that changes one is named."""
+        found = attempt.losses()
+        assert found == {iteration: losses[iteration] for iteration in found}
+        seen.update(found)
+
     # A rank is killed in an exchange: the other one says where it was.
     attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}])
     assert attempt.wait() != 0
     assert "Fatal Python error: Aborted" in attempt.log
     assert "group 0 was in phase outer_step of the outer step after iteration 12" in attempt.log
     assert job.last_saved() == 8
-    seen |= attempt.losses()
+    compare(attempt)
 
     # The disk is full where one group writes, then where the other does: no rank waits, and the checkpoint before is loaded.
     for rank in (1, 0):
@@ -57,7 +63,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
         assert "Pier: the checkpoint of iteration 16 is not whole. The ones before stay as they are" in attempt.log
         assert "Pier resumes exactly from iteration 8" in attempt.log
         assert job.last_saved() == 8
-        seen |= attempt.losses()
+        compare(attempt)
 
     # The job ends by itself between outer steps, with an asynchronous save.
     attempt = job.run(flags=f"{_BEHIND_TRAINING} --exit-interval 13")
@@ -65,7 +71,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert "scheduled an async checkpoint save at iteration      13" in attempt.log
     assert "model weights are the anchor" in attempt.log
     assert job.last_saved() == 13
-    seen |= attempt.losses()
+    compare(attempt)
 
     # What writes the checkpoints of a rank is killed: the rank ends, and says why.
     waits = [{"fault": "waits", "rank": rank, "iteration": 15} for rank in (0, 1)]
@@ -81,7 +87,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     ended = r"Pier: rank 1 ends: .* which helps it save checkpoints, was killed by signal 9\."
     assert re.search(ended, attempt.log), attempt.log[-5000:]
     assert job.last_saved() == 13
-    seen |= attempt.losses()
+    compare(attempt)
 
     # A rank dies between the last byte of a checkpoint and its completion, and torchrun starts it again. Its time is over, then
     # the scheduler says so: it ends where the groups meet.
@@ -91,13 +97,13 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert attempt.wait() == 0, attempt.log[-5000:]
     assert attempt.log.count("Pier resumes exactly from iteration 13") == 2
     assert job.last_saved() == 16
-    seen |= attempt.losses()
+    compare(attempt)
     with job.started(flags=f"{_BEHIND_TRAINING} --exit-signal-handler") as attempt:
         attempt.wait_for_iteration(17)
         attempt.send(signal.SIGTERM, 0, 1)
         assert attempt.wait() == 0, attempt.log[-5000:]
     assert job.last_saved() in (20, ITERATIONS)
-    seen |= attempt.losses()
+    compare(attempt)
 
     # torchrun starts it again by itself, and the rank that was killed leaves no helper behind.
     attempt = job.run(
@@ -107,7 +113,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     )
     assert attempt.wait() == 0, attempt.log[-5000:]
     assert attempt.log.count("Pier resumes exactly from iteration 16") == 2
-    seen |= attempt.losses()
+    compare(attempt)
 
     # What the doctor says of the checkpoint before a job is queued.
     said = job.examined()[1]
