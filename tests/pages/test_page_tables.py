@@ -10,6 +10,7 @@ from typing import Any
 import long_runs
 import published
 import pytest
+import tried
 from frontier import Points, bits
 from frontier_runs import coded, short, small
 from long_runs import spread
@@ -248,6 +249,10 @@ def test_published_runs_and_what_a_law_is_worth() -> None:
     assert f"factor of {statistics.median(factors):.2f} in the median ({min(factors):.2f} to {max(factors):.2f})" in page(
         "study"
     )
+
+
+def test_what_was_tried_is_in_the_records() -> None:
+    assert (_REPOSITORY / "study" / "tried.md").read_text() == tried.page()
 
 
 def test_long_runs_are_those_of_their_records() -> None:
