@@ -164,9 +164,9 @@ class Points:
 
 def _synchronous(run: Run) -> Run:
     """Training on the same batches without groups."""
-    alike = ("seed", "iterations", "batch", "layers", "width", "inner", "learning_rate", "muon_rate")
-    if run.muon_rate == _LOWER_MUON_RATE:
-        alike = alike[:-1]
+    alike = ["seed", "iterations", "batch", "layers", "width", "inner", "learning_rate", "muon_positions"]
+    if run.muon_rate != _LOWER_MUON_RATE:
+        alike.append("muon_rate")
     return Run(SYNCHRONOUS, **{name: getattr(run, name) for name in alike})
 
 
@@ -187,7 +187,9 @@ def _cells(point: Point) -> dict[str, object]:
         "inner": NAMES[run.inner],
         "width": run.width,
         "iterations": run.iterations,
-        "rates": f"{run.learning_rate:g}" if run.inner == ADAM else f"{run.learning_rate:g}, Muon {run.muon_rate:g}",
+        "rates": f"{run.learning_rate:g}"
+        if run.inner == ADAM
+        else f"{run.learning_rate:g}, Muon {run.muon_rate:g}{' and positions' * run.muon_positions}",
         "groups": run.groups,
         "H": run.interval,
         "exchange": point.exchange,

@@ -139,6 +139,9 @@ PARTS: dict[str, tuple[Run, ...]] = {
         *(_replace(annealed(_A, interval), groups=1) for interval in (10, 20, 50)),
         *(_replace(annealed(_M, interval), groups=1) for interval in (20, 50)),
     ),
+    "Position embeddings by Muon, as in Megatron": of_all_seeds(
+        Run(SYNCHRONOUS, inner=_M, muon_positions=True), _replace(short(_TWO_BITS), muon_positions=True)
+    ),
     "Sparse exchanges": (
         coded(Run(AVERAGING, inner=_M, interval=15), "SparseLoCo"),
         coded(Run("diloco", inner=_M, interval=30), "MuLoCo"),

@@ -45,6 +45,7 @@ class Run:
         inner: What trains inside a group, or synchronously.
         learning_rate: Learning rate of AdamW.
         muon_rate: Learning rate of Muon.
+        muon_positions: Whether Muon trains position embeddings, as in Megatron, or AdamW does.
         tail: Share of the run at its end that is synchronous again, from the mean of all groups and of their moments.
         dtype: What a pseudo-gradient is sent as, with error feedback: a name in :data:`codings.CODINGS`, or fp32.
         sum_dtype: What the sum comes back as, with error feedback too.
@@ -75,6 +76,7 @@ class Run:
     inner: str = ADAM
     learning_rate: float = 8e-3
     muon_rate: float = 4e-2
+    muon_positions: bool = False
     tail: float = 0.0
     dtype: str = "fp32"
     sum_dtype: str = "fp32"
@@ -166,7 +168,7 @@ class Inner:
             if not name.endswith(VECTORS):
                 parameter.mul_(1 - run.learning_rate * factor * WEIGHT_DECAY)
             gradient = gradient * clip.view(-1, *[1] * (gradient.dim() - 1))
-            if run.inner == MUON and name.endswith(MATRIX):
+            if run.inner == MUON and (name.endswith(MATRIX) or (run.muon_positions and name == "positions")):
                 self._muon(name, parameter, gradient, run.muon_rate * factor)
             else:
                 self._adam(name, parameter, gradient, run.learning_rate * factor)

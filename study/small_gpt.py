@@ -30,7 +30,9 @@ def initial(layers: int, width: int, seed: int) -> Parameters:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(1, *shape, generator=generator) * (_SPREAD * scale)
+        # Drawn on the CPU, so that every device begins with the same.
+        drawn = torch.randn(1, *shape, generator=generator, device="cpu") * (_SPREAD * scale)
+        return drawn.to(torch.get_default_device())
 
     parameters = {"tokens": normal(corpus.VOCABULARY, width), "positions": normal(SEQUENCE, width)}
     towards_output = 1 / math.sqrt(2 * layers)
@@ -111,9 +113,13 @@ class Text:
         self._train = np.fromfile(folder / "train.bin", dtype=np.uint16)
         held_out = np.fromfile(folder / "excerpt.bin", dtype=np.uint16)
         pieces = np.lib.stride_tricks.sliding_window_view(held_out, SEQUENCE + 1)[::SEQUENCE]
-        self.validation = torch.from_numpy(pieces.astype(np.int64)).unsqueeze(0)
+        self.validation = _tensor(pieces.astype(np.int64)).unsqueeze(0)
 
     def batch(self, generator: np.random.Generator, sequences: int) -> Tensor:
         """Sequences drawn from anywhere; int64 of shape ``[sequences, SEQUENCE + 1]``."""
         at = generator.integers(0, len(self._train) - SEQUENCE - 1, sequences)
-        return torch.from_numpy(self._train[at[:, None] + np.arange(SEQUENCE + 1)].astype(np.int64))
+        return _tensor(self._train[at[:, None] + np.arange(SEQUENCE + 1)].astype(np.int64))
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(torch.get_default_device())

@@ -167,7 +167,7 @@ def _loops(checkout: Path, seeds: range) -> dict[str, str | Tensor]:
 
 
 def _trainings(checkout: Path, seeds: range) -> dict[str, str | Tensor]:
-    """The same of trainings with Megatron, each launched with its resume."""
+    """Trains with Megatron, each run with its resume: how each ended, by seed."""
     if not seeds:
         return {}
     sys.path[:0] = [str(checkout / folder) for folder in ("tests/distributed", "tools", "tests")]

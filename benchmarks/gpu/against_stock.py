@@ -13,7 +13,7 @@ import limits
 import one_gpu
 from measuring import is_gpu
 from table import Row, Rows, checked
-from trainings import ENVIRONMENT, check_needs, launched, local_flags
+from trainings import ENVIRONMENT, check_needs, engine_flags, launched
 
 Ways = Mapping[str, tuple[int, str]]
 """Number of ranks and flags of each way to train."""
@@ -47,6 +47,12 @@ _HIDDEN_WAYS: Ways = {
     "stock, two ranks": (2, ""),
     "Pier, two groups, int8 overlapped and offloaded": (2, f"{_PIER} --pier-groups 2 {_HIDDEN}"),
 }
+# The most ordinary flag: scales from maxima of earlier iterations, which all groups share in the lazy start.
+_DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+_DELAYED_WAYS: Ways = {
+    "stock, two ranks, delayed FP8": (2, _DELAYED),
+    "Pier, two groups, delayed FP8": (2, f"{_PIER} --pier-groups 2 {_DELAYED}"),
+}
 _SAID = re.compile(r"([\d,.]+) MB of device memory")
 _LINE = re.compile(r" iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\d.]+) .* lm loss: (\S+) ")
 
@@ -59,6 +65,11 @@ def compare() -> Rows:
 def hidden() -> Rows:
     """Stock, and Pier with everything that hides an outer step, on two ranks."""
     yield from _compare(_HIDDEN_WAYS)
+
+
+def delayed() -> Rows:
+    """Stock and Pier in FP8 with delayed scaling, on two ranks."""
+    yield from _compare(_DELAYED_WAYS)
 
 
 def _compare(ways: Ways) -> Rows:
@@ -79,20 +90,21 @@ def _compare(ways: Ways) -> Rows:
         if len(losses) < _END:
             yield Row(name, "", "failed", f"the log has {len(losses)} of {_END} iterations")
             continue
-        if not flags:
+        has_pier = "--optimizer pier" in flags
+        if not has_pier:
             stock[ranks], stock_bytes[ranks] = losses, watched["bytes"]
         elif ranks in stock:
             same = all(stock[ranks][at] == losses[at] for at in range(1, _LAZY + 1))
             yield checked(f"{name}: losses of the lazy start", same, f"{losses[1]} to {losses[_LAZY]}", "not those of stock")
         else:
             yield Row(f"{name}: losses of the lazy start", "", "skipped", "stock's run failed")
-        yield Row(f"{name}: time and memory", _times({at: of for at, (of, _) in lines.items()}, bool(flags), watched["bytes"]))
-        if flags and ranks == 1 and ranks in stock and is_gpu():
+        yield Row(f"{name}: time and memory", _times({at: of for at, (of, _) in lines.items()}, has_pier, watched["bytes"]))
+        if has_pier and ranks == 1 and ranks in stock and is_gpu():
             more = (watched["bytes"] - stock_bytes[ranks]) / 1e6
             yield Row(
                 f"{name}: more memory than stock", f"{more:,.1f} MB; start-up said {' and '.join(_SAID.findall(printed))} MB"
             )
-        yield from _waits(name, {int(at): counted for at, counted in watched["waits"].items()}, bool(flags))
+        yield from _waits(name, {int(at): counted for at, counted in watched["waits"].items()}, has_pier)
 
 
 def _times(milliseconds: Mapping[int, float], has_outer_steps: bool, nbytes: int) -> str:
@@ -126,7 +138,7 @@ def _listed(counted: collections.Counter[str]) -> str:
 
 def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[str, Any]:
     given = [*(_GPT if is_gpu() else _SMALL).split(), *_COMMON.split()]
-    command = [*launched(Path(__file__).with_name("watched.py")), str(folder / "watched.json"), *given, *local_flags(given)]
+    command = [*launched(Path(__file__).with_name("watched.py")), str(folder / "watched.json"), *given, *engine_flags(given)]
     try:
         one_gpu.run([*command, *flags], ranks, folder, seconds, **ENVIRONMENT)
     finally:

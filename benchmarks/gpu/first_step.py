@@ -74,6 +74,7 @@ def measured(mode: str, parameters: int) -> dict[str, float]:
         found[f"exposed seconds of the {which} step"] = seconds_of(taken) - taken * alone
         if which == "first":
             seconds_of(_INTERVAL - taken)
+    found["seconds of the same bytes alone on the wire"] = _seconds_of_the_wire(found["parameters"])
     found["GB of the device"] = torch.cuda.max_memory_allocated() / 1e9 if is_gpu() else 0.0
     found["GB of the host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     # Offloaded state is written after the step.
@@ -84,6 +85,18 @@ def measured(mode: str, parameters: int) -> dict[str, float]:
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     # All parameters move alike.
     return found | {"anchor at least": lowest.item(), "anchor at most": highest.item()}
+
+
+def _seconds_of_the_wire(parameters: float) -> float:
+    """What the collectives of an outer step take by themselves: the sum of all parameters, in chunks, and nothing else."""
+    chunk = torch.zeros(4 * 2**20, device=one_gpu.device())
+    one_gpu.synchronize()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(round(parameters / len(chunk)) or 1):
+        dist.all_reduce(chunk)
+    one_gpu.synchronize()
+    return time.perf_counter() - begin
 
 
 def rows(parameters: int | None = None, modes: Sequence[str] = tuple(MODES)) -> Iterator[Row]:

@@ -10,11 +10,11 @@ import outer_step_passes
 import torch
 import torch.distributed as dist
 from measuring import copy_rate, gigabytes_per_second, is_gpu, launches, median_seconds
-from table import Row, Rows
+from table import Row, Rows, checked
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.coding import decode, encode
+from pier_megatron.exchange.coding import decode, decode_plainly, encode, encode_plainly
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 _REPETITIONS = 5
@@ -94,6 +94,29 @@ def codecs() -> Rows:
     for codec in CODECS.values():
         for groups in _GROUPS:
             yield _whole_step(codec, groups)
+
+
+def against_operators() -> Rows:
+    """Kernels of codecs, with error feedback, against PyTorch's operators as they are and compiled."""
+    numel = _CHUNK_MIB * 2**20 // 4 if is_gpu() else 16 * BLOCK
+    rows, dropped = (torch.randn(1, numel, device=one_gpu.device()) for _ in range(2))
+    for codec in CODECS.values():
+        if codec.lossless:
+            continue
+        # With what was dropped, rows change.
+        payloads, expected = (way(codec, rows.clone()) for way in (encode, encode_plainly))
+        ways = {"kernels": (encode, decode), "operators": (encode_plainly, decode_plainly)}
+        if is_gpu():  # Where nothing is measured, nothing waits for a compiler.
+            ways["compiled"] = tuple(torch.compile(each, dynamic=False) for each in ways["operators"])
+        found = []
+        for name, (there, back) in ways.items():
+            seconds = [
+                median_seconds(functools.partial(there, codec, rows, dropped.view(-1)), repetitions=_REPETITIONS),
+                median_seconds(functools.partial(back, codec, payloads), repetitions=_REPETITIONS),
+            ]
+            found.append(f"{name} {' and '.join(f'{each * 1e6:,.0f}' for each in seconds)} us")
+        is_same = torch.equal(payloads, expected)
+        yield checked(f"{codec.name}, to encode and to decode {numel:,}", is_same, "; ".join(found), "kernels have other bits")
 
 
 def _coding(codec: Codec, groups: int, numel: int, copy: float) -> Row:

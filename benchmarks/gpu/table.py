@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,21 @@ class Results:
         """Keeps what a check has found."""
         self.parts[part]["checks"][check] = [dataclasses.asdict(row) for row in rows]
         self._write()
+
+    def end(self, part: str) -> None:
+        """Notes that all checks of a part have been made."""
+        self.parts[part]["ended"] = True
+        self._write()
+
+    def unfinished(self, parts: Iterable[str], about: Mapping[str, str]) -> list[str]:
+        """Those that have not ended on this device with this PyTorch, in order."""
+
+        def has_ended(part: str) -> bool:
+            found = self.parts.get(part, {})
+            alike = all(found.get("about", {}).get(name) == about[name] for name in ("device", "PyTorch"))
+            return alike and bool(found.get("ended"))
+
+        return [part for part in parts if not has_ended(part)]
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

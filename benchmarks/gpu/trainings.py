@@ -75,6 +75,13 @@ def local_flags(flags: Sequence[str]) -> list[str]:
     return [*backend, *missing_cpu_flags([*flags, *backend])]
 
 
+def engine_flags(flags: Sequence[str]) -> list[str]:
+    """The same through Transformer Engine, where it is there."""
+    if one_gpu.device().type == "cuda" and inventory.has("transformer_engine"):
+        return ["--distributed-backend", one_gpu.backend(), *TRANSFORMER_ENGINE]
+    return local_flags(flags)
+
+
 def launched(script: Path) -> list[str]:
     """Returns the words that start a training script under the plugin, on the device."""
     return [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type, str(script)]

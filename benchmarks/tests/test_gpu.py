@@ -74,6 +74,21 @@ def test_suites_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (_REPOSITORY / str(path)).is_file()
 
 
+def test_a_second_call_continues_with_the_first_part_that_has_not_ended(tmp_path: Path) -> None:
+    about, parts = {"device": "a card", "PyTorch": "2.14", "command": "run.py"}, ["1", "2", "3"]
+    results = Results(tmp_path / "results.json")
+    for part in ("1", "2"):
+        results.begin(part, about, forgets=True)
+        results.add(part, "a check", [Row("found")])
+    results.end("1")
+    kept = Results(tmp_path / "results.json")
+    assert kept.unfinished(parts, about) == ["2", "3"]
+    assert kept.unfinished(parts, about | {"device": "another"}) == parts
+    # One that is repeated has not ended before its end.
+    kept.begin("1", about, forgets=True)
+    assert kept.unfinished(parts, about) == parts
+
+
 def test_what_was_found_outlives_a_check_that_fails(run: ModuleType, tmp_path: Path) -> None:
     def look() -> Iterator[Row]:
         yield Row("found")

@@ -90,7 +90,7 @@ def _outer_state(pier: Any) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def _copied(state: Any) -> dict[str, torch.Tensor]:
-    """The flat buffers of which ranks have copies: where each sends a part, only that part's codec drops anything there."""
+    """The flat buffers that ranks hold copies of: where each sends a part, it alone keeps what the codec drops of that."""
     divides = any(chunk.shards.holders is not None for chunk in state.chunks)
     return {name: flat for name, flat in state.flats.items() if name != RESIDUAL or not divides}
 
