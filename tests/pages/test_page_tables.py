@@ -251,6 +251,16 @@ def test_published_runs_and_what_a_law_is_worth() -> None:
     )
 
 
+def test_why_synchronous_muon_is_lower_through_megatron(points: Points) -> None:
+    def finals(**changes: Any) -> str:
+        [point] = points.of([Run(SYNCHRONOUS, inner=MUON, **changes)])
+        return spread(list(point.losses.values()))
+
+    plugin = spread([final(row.baseline) for row in rows("pier-muon-annealed", inner=MUON, groups=8)])
+    said = f"ends at {finals()}; at {plugin} through Megatron, which lets it train position embeddings, and at"
+    assert f"{said} {finals(muon_positions=True)} if simulated so." in " ".join(page("frontier").split())
+
+
 def test_what_was_tried_is_in_the_records() -> None:
     assert (_REPOSITORY / "study" / "tried.md").read_text() == tried.page()
 
