@@ -149,3 +149,10 @@ for _ in range(2000):
 def test_many_collectives_at_a_time() -> None:
     done = subprocess.run([sys.executable, "-c", _GATHERS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_tests_under_a_scheduler_are_found() -> None:
+    """``make test`` leaves them out, and what they share with others moves."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/slurm", "tests/launchers"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout

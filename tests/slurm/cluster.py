@@ -121,7 +121,7 @@ class Cluster:
         said = self.slurm("scontrol", "show", "job", number)
         return dict(re.findall(r"(\w+)=(\S*)", said))
 
-    def wait(self, number: str, *states: str, seconds: float = 240) -> Mapping[str, str]:
+    def wait(self, number: str, *states: str, seconds: float = 900) -> Mapping[str, str]:
         """Waits until a job is in one of some states."""
         self._until(lambda: self.job(number)["JobState"] in states, f"job {number} {' or '.join(states)}", seconds)
         return self.job(number)
