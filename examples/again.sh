@@ -14,7 +14,9 @@ early=60
 
 seconds_left() {
     local end
-    end=$(squeue --noheader --jobs "$job" --format %e) && end=$(date --date "$end" +%s 2> /dev/null) || return 1
+    # Sites have formats of their own.
+    end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$job" --format %e) && [[ -n $end ]] &&
+        end=$(date --date "$end" +%s 2> /dev/null) || return 1
     echo $((end - $(date +%s)))
 }
 
@@ -30,7 +32,7 @@ grace() {
 }
 
 queue_again() {
-    local status=$1 save=$2 left saved tries
+    local status=$1 save=$2 left saved=0 tries times
     shift 2
     [[ -z ${CHECK:-} ]] && ((status != 0 && status != 2)) || exit "$status"
     if ((status == 3)); then
@@ -42,17 +44,25 @@ queue_again() {
     else
         echo "again.sh: failed with status $status" >&2
     fi
-    # Where an elastic island saves.
-    ((${SLURM_ARRAY_TASK_ID:-0} == 0)) || save+=/islands/$SLURM_ARRAY_TASK_ID
+    # Where an elastic island saves; other tasks of arrays have folders of their own.
+    if ((${SLURM_ARRAY_TASK_ID:-0} > 0)) && { [[ -d $save/islands ]] || grep -q -e --pier-island "$0"; }; then
+        save+=/islands/$SLURM_ARRAY_TASK_ID
+    fi
     mkdir -p "$save"
     tries=$save/tries-$job
-    saved=$(stat --format %Y "$save/latest_checkpointed_iteration.txt" 2> /dev/null || echo 0)
+    # It is empty where it was not written to its end.
+    [[ ! -s $save/latest_checkpointed_iteration.txt ]] || saved=$(stat --format %Y "$save/latest_checkpointed_iteration.txt")
     if ((saved >= $(date +%s) - SECONDS)); then
         rm -f "$tries"
     else
-        echo "$(date --iso-8601=seconds) status $status" >> "$tries"
-        if (($(wc -l < "$tries") > ${TRIES:-10})); then
-            echo "again.sh: ended $(wc -l < "$tries") times without a newer checkpoint, not queued again: see $tries" >&2
+        if echo "$(date --iso-8601=seconds) status $status" >> "$tries"; then
+            times=$(wc -l < "$tries")
+        else
+            # On a full disk nothing is counted, except by Slurm, which counts all restarts.
+            times=$((${SLURM_RESTART_COUNT:-0} + 1))
+        fi
+        if ((times > ${TRIES:-10})); then
+            echo "again.sh: ended $times times without a newer checkpoint, not queued again: see $tries" >&2
             exit "$status"
         fi
         # torchrun reports 1 for a refusal as for any failure.

@@ -112,6 +112,7 @@ def test_only_the_lines_of_pier_differ(folder: Path, commands: dict[str, list[st
         "pier",
         "--pier-sync-interval",
         "50",
+        "--pier-load-newest-whole",
     ]
 
 

@@ -91,7 +91,7 @@ def test_launch_line_is_a_job_of_pier(name: str, tmp_path: Path, monkeypatch: py
     job = LaunchCommand.parse(launch_line([str(tmp_path / "job.sh")], Findings()))
     assert (job.nodes, job.ranks_per_node, job.has_plugin, job.script) == (*_SIZES[name], True, "pretrain_gpt.py")
     assert job.nodes == 1 or job.rendezvous == "static"
-    assert {"--optimizer", "pier", "--save", "--load", "/runs/a"} <= {*job.arguments}
+    assert {"--optimizer", "pier", "--save", "--load", "/runs/a", "--pier-load-newest-whole"} <= {*job.arguments}
     assert ("--pier-island" in job.arguments) == name.endswith("islands")
 
 
@@ -103,3 +103,5 @@ def test_nemo_run_trains_two_groups(corpus: tuple[Path, Path], tmp_path: Path) -
     assert run.returncode == 0, run.stderr[-5000:]
     assert "2 groups of 1 rank" in run.stdout + run.stderr
     assert "outer step after iteration        8" in run.stdout + run.stderr
+    refused = subprocess.run([*command[:2], "/nowhere"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 1

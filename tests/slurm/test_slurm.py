@@ -41,13 +41,23 @@ _RECIPE = (
 )
 # The recipe takes a node as a whole, and says so itself; here it has a share.
 _IN_TIME = ("--nodes", "2", "--signal", "TERM@60")
+# Ends before it has saved, whatever it is asked.
 _FAILING = """#!/usr/bin/env bash
 #SBATCH --requeue
 #SBATCH --open-mode append
-. ./again.sh
+. ./again.sh || exit 2
 ${CHECK:+true} srun --ntasks-per-node 1 bash -c 'exit 4'
 queue_again $? runs/a "$@"
 """
+# A task of an array with a folder of its own, which has saved before each of its first two failures.
+_SWEEP = _FAILING.replace("runs/a", "runs/$SLURM_ARRAY_TASK_ID").replace(
+    "again.sh || exit 2",
+    """again.sh || exit 2
+mkdir -p runs/$SLURM_ARRAY_TASK_ID
+((${SLURM_RESTART_COUNT:-0} > 1)) || echo 8 > runs/$SLURM_ARRAY_TASK_ID/latest_checkpointed_iteration.txt""",
+)
+# Where no file can be made, as on a full disk.
+_FULL = _FAILING.replace("runs/a", "/proc/self")
 # Where a job lives whose node is killed, the recipe, and islands.
 _NODES = [f"127.0.0.{number}" for number in range(1, 7)]
 _LIFE, _WITH_LIMIT = (("--nodelist", ",".join(_NODES[first : first + 2])) for first in (0, 2))
@@ -104,7 +114,7 @@ class Submitted:
         path = self.folder / f"log{task}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, text: str, times: int = 1, task: str = "", seconds: float = 120) -> None:
+    def wait_for(self, text: str, times: int = 1, task: str = "", seconds: float = 600) -> None:
         """Waits until it has printed something as many times."""
         deadline = time.monotonic() + seconds
         while len(re.findall(text, self.log(task))) < times:
@@ -128,7 +138,7 @@ class Submitted:
         """What doctor says of a way to submit it: exit status, and errors."""
         command = [sys.executable, "-m", "pier_megatron.cli", "doctor", *line.split()]
         run = subprocess.run(
-            command, cwd=folder or self.folder, env=os.environ | self.variables, capture_output=True, text=True, timeout=120
+            command, cwd=folder or self.folder, env=os.environ | self.variables, capture_output=True, text=True, timeout=600
         )
         return run.returncode, re.findall("^ERROR: (.*)$", run.stdout, re.MULTILINE)
 
@@ -162,7 +172,7 @@ def recipe(slurm: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     job.submit("--time", "3", *_IN_TIME, *_WITH_LIMIT, words=_RECIPE, folder=_EXAMPLES)
 
     def answer() -> None:
-        job.wait_for("death signal", seconds=240)
+        job.wait_for("death signal")
         job.go_on(10)
 
     threading.Thread(target=answer, daemon=True).start()
@@ -219,22 +229,35 @@ def test_doctor_agrees_with_slurm(recipe: Submitted, corpus: tuple[Path, Path]) 
     refused = Submitted(slurm, folder / "refused", on_cpu(_PIER, corpus, "--pier-groups 2 --pier-sync-interval 0"))
     refused.submit("--nodes", "2")
     hurried = Submitted(slurm, folder / "hurried", on_cpu(_PIER, corpus, "--pier-groups 2"))
+    # A site's own, in which Slurm's commands then write.
+    hurried.variables["SLURM_TIME_FORMAT"] = "%d.%m. %H:%M"
     hurried.submit("--nodes", "2", "--time", "10")
-    # Ends before it has saved, whatever it is asked.
-    failing = Submitted(slurm, folder / "failing", _FAILING)
-    failing.variables["TRIES"] = "1"
-    failing.submit("--nodes", "2")
+    alone = Submitted(slurm, folder / "alone", on_cpu(_PIER, corpus, "--pier-groups 2"))
+    (alone.folder / "again.sh").unlink()
+    alone.submit("--nodes", "2")
+    bounded = [
+        Submitted(slurm, folder / name, text) for name, text in (("failing", _FAILING), ("full", _FULL), ("sweep", _SWEEP))
+    ]
+    for job in bounded:
+        job.variables["TRIES"] = "1"
+        job.submit("--nodes", "2", *(("--array", "3") if job.folder.name == "sweep" else ()))
+    failing, full, sweep = bounded
     assert refused.doctor("sbatch --nodes 2 job.sbatch")[0] == 1
     assert hurried.doctor("sbatch --nodes 2 job.sbatch") == (0, [])
-    for job, restarts, said in (
-        (refused, "0", "not queued again, because the job cannot start"),
-        (hurried, "0", "it would end as it starts"),
-        (failing, "1", "ended 2 times without a newer checkpoint, not queued again"),
+    assert "before its launch line" in alone.doctor("sbatch --nodes 2 job.sbatch")[1][0]
+    tries = "ended 2 times without a newer checkpoint, not queued again"
+    for job, restarts, status, said in (
+        (refused, "0", 2, "not queued again, because the job cannot start"),
+        (hurried, "0", 2, "it would end as it starts"),
+        (alone, "0", 2, "again.sh: No such file"),
+        (failing, "1", 4, tries),
+        (full, "1", 4, tries),
+        (sweep, "3", 4, tries),
     ):
         ended = slurm.wait(job.number, "FAILED")
-        assert ended["Restarts"] == restarts
-        assert ended["ExitCode"] == ("4:0" if job is failing else "2:0"), job.log()
-        assert said in job.log()
+        log = job.log("3" if job is sweep else "")
+        assert (ended["Restarts"], ended["ExitCode"]) == (restarts, f"{status}:0"), log
+        assert said in log
 
 
 def test_life_of_a_job(recipe: Submitted, corpus: tuple[Path, Path], tmp_path: Path) -> None:
@@ -257,9 +280,12 @@ def test_life_of_a_job(recipe: Submitted, corpus: tuple[Path, Path], tmp_path: P
     assert "resumes exactly from iteration 12" in job.log()
     slurm.kill_node(_NODES[1])
     slurm.wait(job.number, "PENDING")
+    # As if it had died while it wrote this file.
+    (job.folder / "runs" / "a" / "latest_checkpointed_iteration.txt").write_text("")
     job.go_on(18)
     slurm.resume_node(_NODES[1])
     job.wait_for("iteration +21/")
+    assert "is empty. --pier-load-newest-whole takes iteration 16" in job.log()
     assert "resumes exactly from iteration 16" in job.log()
     slurm.slurm("scancel", "--signal", "TERM", job.number)
     job.wait_for("death signal")
