@@ -103,5 +103,5 @@ def test_nemo_run_trains_two_groups(corpus: tuple[Path, Path], tmp_path: Path) -
     assert run.returncode == 0, run.stderr[-5000:]
     assert "2 groups of 1 rank" in run.stdout + run.stderr
     assert "outer step after iteration        8" in run.stdout + run.stderr
-    refused = subprocess.run([*command[:2], "/nowhere"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    refused = subprocess.run([*command[:2], "/nowhere"], cwd=tmp_path, env=environment, capture_output=True, timeout=300)
     assert refused.returncode == 1
