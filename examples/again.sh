@@ -65,14 +65,16 @@ queue_again() {
             echo "again.sh: ended $times times without a newer checkpoint, not queued again: see $tries" >&2
             exit "$status"
         fi
-        # torchrun reports 1 for a refusal as for any failure.
-        CHECK='pier-megatron doctor' bash "$0" "$@"
-        case $? in
-            1 | 2)
-                echo "again.sh: not queued again, because the job cannot start" >&2
-                exit 2
-                ;;
-        esac
+        # torchrun reports 1 for a refusal as for any failure. At the end of its time the job has none left to ask.
+        if ((status != 3)); then
+            CHECK='pier-megatron doctor' bash "$0" "$@"
+            case $? in
+                1 | 2)
+                    echo "again.sh: not queued again, because the job cannot start" >&2
+                    exit 2
+                    ;;
+            esac
+        fi
     fi
     echo "again.sh: job $job is queued again"
     scontrol requeue "$job"
