@@ -101,7 +101,8 @@ def _is_valid(args: argparse.Namespace, command: LaunchCommand, sources: ScriptS
     checks = Problems()
     with checks.collecting():
         planned_job.validate(args, command.ranks_per_node)
-    if not checks.found and sources.files_with(planned_job.CONFIGURATION):
+    is_filled_in = not checks.found
+    if is_filled_in and sources.files_with(planned_job.CONFIGURATION):
         with checks.collecting():
             planned_job.configuration(args, command.ranks_per_node)
     absent = list(filter(planned_job.needs_package, checks.found)) if planned_job.lacks_packages_here(args) else []
@@ -114,7 +115,7 @@ def _is_valid(args: argparse.Namespace, command: LaunchCommand, sources: ScriptS
         ]
     else:
         findings.errors += checks.found
-    return not checks.found
+    return is_filled_in and not checks.found
 
 
 def look_at_plugin(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:

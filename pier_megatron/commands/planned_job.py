@@ -91,8 +91,8 @@ def lacks_packages_here(args: argparse.Namespace) -> bool:
 
 
 def needs_package(message: str) -> bool:
-    """Whether Megatron refuses something for want of a package."""
-    return re.search(r"\bTE\b|(?i:transformer.?engine|apex|not available|pip install)", message) is not None
+    """Whether Megatron, and not Pier, refuses something for want of a package."""
+    return re.match(r"Megatron (?s:.*)(\bTE\b|(?i:transformer.?engine|apex|not available|pip install))", message) is not None
 
 
 def configuration(args: argparse.Namespace, ranks_per_node: int) -> object:

@@ -200,6 +200,15 @@ _CASES: dict[str, tuple[str, ...]] = {
         ),
         "ERROR: --transformer-impl transformer_engine",
     ),
+    "a package that Pier asks for": (
+        f"{_JOB} --wandb-project p --wandb-exp-name e",
+        "ERROR: --wandb-project p: the package wandb is not",
+    ),
+    # Megatron has filled in nothing that could be described.
+    "a package that Megatron asks for": (
+        f"{_JOB} --fp4-format e2m1",
+        "WARNING: here: Megatron refuses the arguments: --fp4-format requires Transformer Engine",
+    ),
     "experts on too few ranks": (
         f"{_BUILDING} --num-experts 64 --expert-model-parallel-size 64 --disable-bias-linear",
         "ERROR: --expert-model-parallel-size 64: the experts of one model replica take ETP 1 x EP 64 x PP 1 = 64 ranks, and",
