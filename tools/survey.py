@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -110,6 +111,8 @@ def main() -> int:
         return 0
     warnings.filterwarnings("ignore")
     emulation.install()
+    # Its scripts log to it where they come from.
+    sys.modules.setdefault("wandb", importlib.util.module_from_spec(importlib.machinery.ModuleSpec("wandb", None)))
     answers = [asked(name, line) for name, line in _distinct(found).items()]
     if options.recipes:
         answers += recipes()

@@ -16,7 +16,8 @@ _MODEL = (
     "--vocab-size 50257 --tokenizer-type NullTokenizer --mock-data"
 )
 _SCRIPTS = {
-    "plain.sh": f'set -e\nmodule load cuda\nmkdir -p /x\ntorchrun --nproc-per-node 8 pretrain_gpt.py {_MODEL} | tee "$LOG"\n',
+    "plain.sh": "set -e\nmodule load cuda\nmkdir -p /x\n"
+    f'torchrun --nproc-per-node 8 pretrain_gpt.py {_MODEL} --wandb-project p | tee "$LOG"\n',
     "slurm.sbatch": f"#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nARGS='{_MODEL} --swiglu'\n"
     "srun singularity exec -B /data x.sif ./launch.sh pretrain_gpt.py $ARGS\n",
     "launch.sh": '#!/bin/bash\nexport RANK=$SLURM_PROCID\npython -u "$@"\n',
