@@ -22,7 +22,7 @@ from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES, Description
-from pier_megatron.integration.checkpoint.files import newest_whole, refusal
+from pier_megatron.integration.checkpoint.files import names_nothing, newest_whole, refusal
 from pier_megatron.integration.inner.requirements import scaled
 from pier_megatron.integration.refusals import check_experts, refuse_division_by_none
 from pier_megatron.integration.seams import register
@@ -183,10 +183,13 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     Raises:
         PierConfigError: If the job would refuse it, or files of it are damaged.
     """
+    takes_newest = config.load_newest_whole and not args.ckpt_step
+    if args.load is not None and not takes_newest and (unnamed := names_nothing(Path(args.load))):
+        raise PierConfigError(unnamed)
     folder = None if args.load is None else stored_checkpoint(Path(args.load), args.ckpt_step)
     if folder is None:
         return None
-    if config.load_newest_whole and not args.ckpt_step and (found := newest_whole(Path(args.load))):
+    if takes_newest and (found := newest_whole(Path(args.load))):
         folder = stored_checkpoint(Path(args.load), found[0]) or folder
     if refused := refusal(folder):
         raise PierConfigError(refused)

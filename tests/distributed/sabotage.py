@@ -363,10 +363,14 @@ def _truncate_a_file(folder: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+def _empty_the_tracker(folder: Path) -> None:
+    tracker_of(folder.parent).write_text("")
+
+
 def _remove_a_group(folder: Path) -> None:
     """The files of a group are gone, and the job was killed while it named its last checkpoint."""
     shutil.rmtree(folder / "group_1")
-    tracker_of(folder.parent).write_text("")
+    _empty_the_tracker(folder)
 
 
 def _other_weights(directory: Path) -> Patch:
@@ -465,6 +469,7 @@ _ALL = {
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),
     "a file is truncated": _damaged(_truncate_a_file, 9),
+    "the tracker is empty": _damaged(_empty_the_tracker, 12),
     "a group is missing, and the tracker is empty": _damaged(_remove_a_group, 12),
     "other weights in group 1": _other_weights,
     "a node without memory": _no_memory,

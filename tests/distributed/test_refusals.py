@@ -78,6 +78,12 @@ _REFUSED = {
         ["BypassedError: Pier was left out of save_checkpoint", "the checkpoint would lack the groups' own state"],
     ),
     "same data after a resume": (_PIER + _LOAD, ["all groups read the same"], ["Groups 0 and 1 read identical data"]),
+    # Megatron would end with exit status 0.
+    "empty tracker": (
+        _PIER + _DAMAGED,
+        ["the tracker is empty"],
+        ["damaged: latest_checkpointed_iteration.txt is empty. Write one into it; whole ones there: 3, 12."],
+    ),
     "same data": (_PIER, ["all groups read the same"], ["Groups 0 and 1 read identical data", "get_data_parallel_rank"]),
 }
 

@@ -281,6 +281,10 @@ _CASES: dict[str, tuple[str, ...]] = {
         f"{_JOB} --load FOLDER/damaged",
         "ERROR: --load FOLDER/damaged/iter_0000090 is damaged: __0_0.distcp is missing. Choose another iteration with",
     ),
+    "load, not named": (
+        f"{_JOB} --load FOLDER/unnamed",
+        "ERROR: --load FOLDER/unnamed: latest_checkpointed_iteration.txt is empty. Write one into it; whole ones there: none.",
+    ),
     "pretrained": (f"{_JOB} --pretrained-checkpoint FOLDER/new", "ERROR: --pretrained-checkpoint FOLDER/new: there"),
     # All at once, also where Megatron's parser refuses the arguments.
     "many": (
@@ -314,6 +318,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "text.bin": "",
         "text.idx": "",
         "half.bin": "",
+        "unnamed/latest_checkpointed_iteration.txt": "",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

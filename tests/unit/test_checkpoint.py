@@ -17,7 +17,7 @@ from pier_megatron.commands import planned_job
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint import stored_run
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
-from pier_megatron.integration.checkpoint.files import damage, newest_whole
+from pier_megatron.integration.checkpoint.files import damage, names_nothing, newest_whole
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
@@ -181,6 +181,11 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path, monkeypatch: pytes
     for content in (b"", b"\xff\x00", b"15"):
         tracker.write_bytes(content)
         assert newest_whole(tmp_path)[0] == 6
+        # Megatron would end at the first two with exit status 0; the third is the number of an iteration.
+        said, wrong = names_nothing(tmp_path), {b"": "is empty", b"\xff\x00": "no iteration"}.get(content)
+        assert (said is None) == (wrong is None)
+        assert wrong is None or (f"iteration.txt {wrong}" in said.replace("holds '\ufffd\\x00', which is ", ""))
+        assert wrong is None or "Write one into it; whole ones there: 3, 6. --pier-load-newest-whole" in said
     for number in (3, 6):
         (tmp_path / f"iter_{number:07d}/.metadata").unlink()
     with pytest.raises(PierConfigError, match="none of the 4 checkpoints there is whole, as --pier-load-newest-whole needs"):

@@ -56,11 +56,26 @@ def refusal(folder: Path) -> str | None:
     if found is None:
         return None
     what = f"{folder} is damaged: {found}" if folder.is_dir() else f"{folder.parent}: there is no {folder.name}"
-    whole = [str(number) for number, path in sorted(_stored(folder.parent).items()) if not damage(path)]
-    return (
-        f"--load {what}. Choose another iteration with --ckpt-step; whole ones there: {', '.join(whole) or 'none'}. "
-        f"{flag_of('load_newest_whole')} takes the newest of them."
-    )
+    return f"--load {what}. Choose another iteration with --ckpt-step; {_whole(folder.parent)}"
+
+
+def names_nothing(root: Path) -> str | None:
+    """What is wrong with the file in a ``--load`` folder that names the last checkpoint; None if Megatron can read it.
+
+    Megatron would end there with exit status 0, also with ``--ckpt-step``.
+    """
+    tracker = tracker_of(root)
+    name = tracker.read_text(errors="replace").strip() if tracker.exists() else "release"
+    if name == "release" or name.isdigit():
+        return None
+    what = f"holds {name!r}, which is no iteration" if name else "is empty"
+    return f"--load {root}: {tracker.name} {what}. Write one into it; {_whole(root)}"
+
+
+def _whole(root: Path) -> str:
+    whole = [str(number) for number, path in sorted(_stored(root).items()) if not damage(path)]
+    newest = f" {flag_of('load_newest_whole')}, without --ckpt-step, takes the newest of them." if whole else ""
+    return f"whole ones there: {', '.join(whole) or 'none'}.{newest}"
 
 
 def _stored(root: Path) -> dict[int, Path]:

@@ -17,7 +17,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, own_world, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.description import ENTRY, SCHEDULES
-from pier_megatron.integration.checkpoint.files import newest_whole, refusal
+from pier_megatron.integration.checkpoint.files import names_nothing, newest_whole, refusal
 from pier_megatron.integration.checkpoint.groups_files import folder_of_group
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
@@ -135,10 +135,14 @@ def load[**P](
         folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes, takes))}
     taken = _instead_of_the_last(loop, Path(folder.get("load", settings.load))) if takes else 0
     missing: list[str | None] = [None]
-    if settings.load and settings.ckpt_step and getattr(settings, "non_persistent_ckpt_type", None) is None:
-        chosen = stored_checkpoint(Path(folder.get("load", settings.load)), settings.ckpt_step)
-        if dist.get_rank() == 0 and chosen is not None and not chosen.exists():
-            missing = [refusal(chosen)]
+    if settings.load and not taken:
+        root = Path(folder.get("load", settings.load))
+        if dist.get_rank() == 0:
+            missing = [names_nothing(root)]
+            is_step = settings.ckpt_step and getattr(settings, "non_persistent_ckpt_type", None) is None
+            chosen = stored_checkpoint(root, settings.ckpt_step) if is_step else None
+            if missing[0] is None and chosen is not None and not chosen.exists():
+                missing = [refusal(chosen)]
         dist.broadcast_object_list(missing)
     if missing[0] is not None:
         raise PierConfigError(missing[0])
