@@ -90,9 +90,13 @@ def lacks_packages_here(args: argparse.Namespace) -> bool:
     return is_elsewhere and importlib.util.find_spec("transformer_engine") is None
 
 
-def needs_package(message: str) -> bool:
+def needs_package(args: argparse.Namespace, message: str) -> bool:
     """Whether Megatron, and not Pier, refuses something for want of a package."""
-    return re.match(r"Megatron (?s:.*)(\bTE\b|(?i:transformer.?engine|apex|not available|pip install))", message) is not None
+    # PyTorch's LayerNorm is what Megatron takes where Apex is missing.
+    packages = r"\bTE\b|Transformer Engine|(?i:apex|torch LayerNorm|not available|pip install)"
+    if args.transformer_impl == "transformer_engine":  # Where another is given, Megatron asks for this one.
+        packages += "|(?i:transformer.?engine)"
+    return re.match(rf"Megatron (?s:.*)({packages})", message) is not None
 
 
 def configuration(args: argparse.Namespace, ranks_per_node: int) -> object:

@@ -185,6 +185,11 @@ _CASES: dict[str, tuple[str, ...]] = {
         f"{_BUILDING.replace('FOLDER/building', '--device cpu FOLDER/building')} --multi-latent-attention",
         "ERROR: Megatron cannot build the model: ",
     ),
+    "model that no machine builds": (f"{_BUILDING} --multi-latent-attention", "ERROR: Megatron cannot build the model: "),
+    "flag without what takes it": (
+        f"{_BUILDING} --delay-wgrad-compute",
+        "ERROR: Megatron refuses the arguments: Delaying wgrad compute",
+    ),
     "model that may have what it needs elsewhere": (
         f"{_BUILDING.replace('--no-persist-layer-norm', '')}",
         "WARNING: here: Megatron cannot build the model: persist_layer_norm",
