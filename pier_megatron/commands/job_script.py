@@ -40,12 +40,12 @@ def launch_line(words: Sequence[str], findings: Findings) -> list[str]:
         PierConfigError: If the script has no ``${CHECK:-}`` before its launch line, or does not reach it.
     """
     starts = bool(words) and Path(words[0]).name in _STARTERS
-    place = next((place for place, word in enumerate(words) if Path(word).is_file()), None) if starts else 0
-    if place is None or not words or not (script := Path(words[place])).is_file():
+    # An option of sbatch may name a file, too, such as its log.
+    place = next((place for place, word in enumerate(words if starts else words[:1]) if _is_script(Path(word))), None)
+    if place is None:
         return list(words)
+    script = Path(words[place])
     text = script.read_bytes()
-    if not _SHELL_SCRIPT.match(text):
-        return list(words)
     asked = _options([*_directives(text.decode(errors="replace")), *(words[1:place] if words[0] == "sbatch" else ())])
     if b"${CHECK:-}" not in text:
         raise PierConfigError(
@@ -55,6 +55,13 @@ def launch_line(words: Sequence[str], findings: Findings) -> list[str]:
     _look_at_time(asked, findings)
     given = _variables(_options(words[1:place])) if words[0] == "sbatch" else {}
     return _asked(script, words[place + 1 :], _variables(asked) | os.environ | given)
+
+
+def _is_script(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return _SHELL_SCRIPT.match(file.readline(200)) is not None
 
 
 def _directives(text: str) -> list[str]:

@@ -158,7 +158,8 @@ class Cluster:
         name = words[words.index("-N") + 1] if "-N" in words else program
         with (self.folder / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                [shutil.which(program, path=_PATH) or program, *words],
+                # It ends with a test run that is killed, too.
+                ["setpriv", "--pdeathsig", "TERM", shutil.which(program, path=_PATH) or program, *words],
                 env=os.environ | self.environment,
                 stdout=log,
                 stderr=log,

@@ -206,6 +206,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the job scripts of the page, where no Slurm is; scripts export into ``os.environ``."""
     page = (_REPOSITORY / "docs" / "deploy.md").read_text()
     texts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+    # The log of a job that has run.
+    (tmp_path / "log").write_text("iteration 1\n")
     for name, text in zip(("pier.sbatch", "islands.sbatch"), texts, strict=True):
         (tmp_path / name).write_text(text)
     (tmp_path / "again.sh").symlink_to(_REPOSITORY / "examples" / "again.sh")
@@ -218,7 +220,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
-    ("words", "island"), [("sbatch -N 8 pier.sbatch", ()), ("sbatch --array=2-3 --nodes 8 islands.sbatch", ("2",))]
+    ("words", "island"), [("sbatch -N 8 --output log pier.sbatch", ()), ("sbatch --array=2-3 --nodes 8 islands.sbatch", ("2",))]
 )
 def test_job_scripts_of_the_page_are_read(words: str, island: tuple[str, ...]) -> None:
     findings = Findings()
