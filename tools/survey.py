@@ -265,9 +265,10 @@ def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
             planned_job.configuration(args, on_a_node)
         except PierConfigError as error:
             # What is not installed here may be where the line is from.
-            elsewhere = args is not None and planned_job.lacks_packages_here(args)
             found = list(map(str, error.args))
-            return [each for each in found if not (elsewhere and planned_job.needs_package(each))], unknown
+            if args is not None and planned_job.lacks_packages_here(args):
+                found = [each for each in found if not planned_job.needs_package(args, each)]
+            return found, unknown
     return [], unknown
 
 
