@@ -11,11 +11,11 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2162,
     "bridge": 648,
-    "commands": 3982,
+    "commands": 4000,
     "cpu": 646,
     "exchange": 2146,
     "experiments": 4500,
-    "integration": 6264,
+    "integration": 6282,
     "megatron_api": 520,
     "outer": 3169,
 }
