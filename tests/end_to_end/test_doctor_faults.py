@@ -354,15 +354,21 @@ def test_fault_line_verdict_and_status(folder: Path, name: str) -> None:
 
 def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     training = (
-        "--hidden-size 256 --global-batch-size 4 --bf16 --train-iters 8 --optimizer pier --pier-groups 2 "
-        f"--pier-sync-interval 4 --pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
+        "--hidden-size 256 --global-batch-size 4 --bf16 --train-iters 12 --optimizer pier --pier-groups 2 "
+        "--pier-sync-interval 4 --pier-lazy-start-iters 4 --save-interval 2 --save {directory}/"
     )
-    said = pier_megatron()(f"doctor {shlex.join(user_job(torchrun(2), *MODEL, '--mock-data', *training.split()))}").out
-    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said)
-    assert found, said
-    launch(tmp_path, corpus, [Run("saving", training, saves=[6, 8])], world_size=2)
-    parameters = int(found[1].replace(",", ""))
-    # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
-    for iteration, each in ((6, 46), (8, 34)):
-        written = sum(path.stat().st_size for path in (tmp_path / f"iter_{iteration:07d}").rglob("*.distcp"))
-        assert written == pytest.approx(each * parameters, rel=0.1)
+    hidden = " --pier-overlap 2 --pier-exchange-dtype int8"
+    runs = {name: Run(name, f"{training}{name}{flags}", saves=[6, 8, 9]) for name, flags in (("open", ""), ("hidden", hidden))}
+    # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has; with
+    # an exchange under way: two buffers of each group, and what its codec has dropped. Doctor says the most.
+    written = {"open": {6: 46, 8: 34}, "hidden": {9: 70}}
+    launch(tmp_path, corpus, [*runs.values()], world_size=2)
+    for name, run in runs.items():
+        words = [*MODEL, "--mock-data", *run.argv.replace("{directory}", str(tmp_path / "new")).split()]
+        said = pier_megatron()(f"doctor {shlex.join(user_job(torchrun(2), *words))}").out
+        found = re.search(r"takes about ([\d,]+) parameters x (\d+) bytes = .*24 \(inner state of 2 groups apart\)", said)
+        assert found, said
+        assert int(found[2]) == max(written[name].values())
+        for iteration, each in written[name].items():
+            nbytes = sum(path.stat().st_size for path in (tmp_path / name / f"iter_{iteration:07d}").rglob("*.distcp"))
+            assert nbytes == pytest.approx(each * int(found[1].replace(",", "")), rel=0.1)
