@@ -132,7 +132,8 @@ def test_patched_checkout_without_the_launcher(checkout: Path, tmp_path: Path) -
     flags, groups = _LAYOUTS["TP 2 x 2 groups"]
     arguments = [*_MODEL, *flags.split(), *pier(groups), "--save", str(tmp_path / "checkpoint"), "--save-interval", "20"]
     command = [*torchrun(4), str(patched / "pretrain_gpt.py"), *arguments, *missing_cpu_flags([])]
-    log = execute(command, tmp_path / "patched.txt", megatron=site)
+    # The launcher sets it on the CPU.
+    log = execute(command, tmp_path / "patched.txt", megatron=site, CUDA_DEVICE_MAX_CONNECTIONS="1")
     stock_log = train(checkout, tmp_path, "stock", checkout / "pretrain_gpt.py", *flags.split(), *stock(groups))
     check(log, stock_log)
     assert (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "20"
