@@ -163,7 +163,7 @@ TABLE = (
     Seam(_TRAINING, "training_log", own_log.log_own_group),
     # The world of a group, and its part of the run.
     Seam(_INITIALIZE, "_initialize_distributed", own_world.form, used_by=_in_groups),
-    Seam(_TRAINING, "get_start_time_from_progress_log", own_world.count_ranks_of_group, used_by=_logs_progress),
+    Seam(_TRAINING, "get_start_time_from_progress_log", own_world.count_ranks_of_group, used_by=_logs_progress, since="0.18"),
     Seam(_TRAINING, "train", samples.count_all_groups, is_outermost=True, used_by=_in_groups),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", samples.read_own_samples, used_by=_in_groups),
     Seam(_TRAINING, "consume_seqlen_stats_in_iteration", votes.estimate_tokens, used_by=_in_groups, since="0.18"),

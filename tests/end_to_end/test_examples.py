@@ -179,8 +179,9 @@ class TestCheckout:
         prepare(tmp_path)
         variables = {"DATA": str(tmp_path / "data"), "RUNS": str(tmp_path), "MEGATRON_LM_PATH": str(checkout)}
         variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        # The recipe on one emulated node: a smaller model, fewer iterations, nothing else.
-        variables |= {"DEVICE": "cpu", "MASTER_PORT": str(free_port())}
+        # The recipe on one emulated node: a smaller model, fewer iterations, nothing else. With the checkout's own Megatron,
+        # which is not the one that warm processes have imported.
+        variables |= {"DEVICE": "cpu", "MASTER_PORT": str(free_port()), "PIER_TEST_WARM": ""}
         flags = (
             "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
             "--micro-batch-size 2 --global-batch-size 8 --lr-warmup-iters 2 --log-interval 1 --eval-interval 12 --eval-iters 1 "
