@@ -185,7 +185,7 @@ def _name_records(settings: argparse.Namespace, launch: Launch) -> None:
 
 
 def count_ranks_of_group[**P, R](get_start_time_from_progress_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Lets Megatron find the starts of this job in its log of progress, where 0.18 and newer count torch.distributed's ranks."""
+    """Lets Megatron find the starts of this job in its log of progress, which names torch.distributed's ranks from 0.18 on."""
     with versions.with_megatron_args({"world_size": dist.get_world_size()}):
         return get_start_time_from_progress_log(*args, **kwargs)
 
