@@ -17,7 +17,8 @@ _FOLDER = Path(__file__).resolve().parent
 sys.path += [str(_FOLDER), str(_FOLDER.parent / "study")]
 
 from interconnect import launch  # noqa: E402
-from run import VALIDATION_SEQUENCES, data_arguments, validation_curve  # noqa: E402
+from run import validation_curve  # noqa: E402
+from text import VALIDATION_SEQUENCES, data_arguments  # noqa: E402
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog  # noqa: E402
 from pier_megatron.cpu.nodes import EmulatedNodes  # noqa: E402

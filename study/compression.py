@@ -12,7 +12,8 @@ import statistics
 from pathlib import Path
 
 from rows import BATCH, ITERATIONS
-from run import SET_UP, VALIDATION, VALIDATION_SEQUENCES, data_arguments, run_worker
+from run import SET_UP, VALIDATION, run_worker
+from text import VALIDATION_SEQUENCES, data_arguments
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 

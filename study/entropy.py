@@ -12,8 +12,8 @@ import torch
 from codings import CODINGS
 from frontier_runs import annealed
 from rows import ADAM, MUON
-from run import data_arguments
 from small_gpt import Text
+from text import data_arguments
 from together import train_together
 from torch import Tensor
 

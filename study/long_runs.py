@@ -21,9 +21,10 @@ from frontier_runs import ANNEALED, AVERAGING, coded
 from law import markdown
 from records import Survey, be_worker
 from rows import ADAM, MUON, SYNCHRONOUS
-from run import MALLOC, data_arguments
+from run import MALLOC
 from simulation import Outcome, Run
 from small_gpt import Text, losses
+from text import data_arguments
 from together import batches, train_together
 
 _replace = dataclasses.replace

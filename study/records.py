@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import MALLOC, data_arguments
+from run import MALLOC
 from simulation import Outcome, Run, train
 from small_gpt import Text
+from text import data_arguments
 
 from pier_megatron.integration.checkpoint.helpers import end_with_parent
 

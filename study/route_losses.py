@@ -20,9 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from run import MALLOC, SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
+from run import MALLOC, SET_UP, run_worker
 from skipping import WHOLE, spread, validation_loss
 from small_gpt import VECTORS, Parameters, Text, initial, losses
+from text import VALIDATION_SEQUENCES, data_arguments
 
 from pier_megatron.experiments.skipping.pipeline.routes import MicroBatch, Routes
 

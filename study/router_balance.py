@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from rows import BATCH, SYNCHRONOUS
-from run import data_arguments
 from simulation import Inner, Outcome, Outer, Run
 from small_gpt import MATRIX, SEQUENCE, Parameters, Text, initial, losses
+from text import data_arguments
 from torch import Tensor
 from torch.nn import functional
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rows import BATCH, ITERATIONS, METHODS, MUON, SYNCHRONOUS, TABLES, Row, learning_rate_sweep, muon_sweep
+from text import VALIDATION_SEQUENCES, data_arguments
 
-from pier_megatron.commands.demo import corpus
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
 _FOLDER = Path(__file__).resolve().parent
@@ -36,8 +36,6 @@ SET_UP = (
 # Its update of a matrix is as long as that of https://kellerjordan.github.io/posts/muon/, times the factor that makes of
 # AdamW's rate its own.
 _MUON = "--muon-momentum 0.95 --muon-nesterov --muon-scale-mode shape_scaling --muon-fp32-matmul-prec high"
-_SEQUENCE = 64
-VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
 
 # Iterations between evaluations, which take place where groups agree.
@@ -214,25 +212,6 @@ def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
         json.dump(specification, file)
         file.flush()
         subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
-
-
-def data_arguments(folder: Path) -> str:
-    """Writes the text that all studies read into a folder, once; the arguments that make Megatron read it."""
-    train, validation = corpus.write(folder)
-    return f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
-
-
-def _excerpt(prefix: Path) -> Path:
-    """The validation data that every evaluation reads in full, written once."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    found = prefix.with_name("excerpt")
-    text = prefix.with_name("excerpt.txt")
-    if not text.exists():
-        tokens = IndexedDataset(str(prefix))
-        document = max(tokens, key=len)[: VALIDATION_SEQUENCES * _SEQUENCE]
-        text.write_bytes(bytes(byte for byte in document if byte != corpus.END_OF_DOCUMENT))
-    return corpus.write_documents(found, [text])
 
 
 if __name__ == "__main__":

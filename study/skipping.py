@@ -13,7 +13,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from run import SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
+from run import SET_UP, run_worker
+from text import VALIDATION_SEQUENCES, data_arguments
 
 from pier_megatron.experiments.skipping.pipeline.paths import search
 from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline

@@ -109,7 +109,7 @@ class Text:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens what ``run.data_arguments`` has written."""
+        """Opens what ``text.data_arguments`` has written."""
         self._train = np.fromfile(folder / "train.bin", dtype=np.uint16)
         held_out = np.fromfile(folder / "excerpt.bin", dtype=np.uint16)
         pieces = np.lib.stride_tricks.sliding_window_view(held_out, SEQUENCE + 1)[::SEQUENCE]

@@ -21,18 +21,17 @@ _GROUPS, _INTERVAL, _TRIED = 8, 20, 10
 
 def compare() -> Rows:
     """Final losses by method, after as many iterations as there is time for."""
-    # At the front: this folder has a module "run", too.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "study"))
-    import run
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "study"))
     from rows import SYNCHRONOUS
     from simulation import Run
     from small_gpt import Text
+    from text import data_arguments
     from together import train_together
 
     model = {"layers": 17, "width": 768, "learning_rate": 6e-4} if is_gpu() else {"layers": 1, "width": 16, "batch": 8}
     torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        run.data_arguments(Path(folder))
+        data_arguments(Path(folder))
         stack.enter_context(torch.device(one_gpu.device()))
         text = Text(Path(folder))
 
