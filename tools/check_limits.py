@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2162,
     "bridge": 648,
-    "commands": 4000,
+    "commands": 3994,
     "cpu": 646,
     "exchange": 2146,
     "experiments": 4500,

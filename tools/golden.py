@@ -84,7 +84,7 @@ def draw_training(seed: int) -> dict[str, Any]:
         ]
     )
     flags = [layout, chance.choice(["", "--bf16", "--fp16 --initial-loss-scale 1024"])]
-    if chance.random() < 0.25 and "overlap" not in layout and "--fp16" not in flags:
+    if chance.random() < 0.25 and "overlap" not in layout and "--fp16" not in flags[1]:
         flags.append("--pier-inner-optimizer muon --muon-fp32-matmul-prec high")
     if chance.random() < 0.25:
         flags.append("--hidden-dropout 0.1")
@@ -190,21 +190,15 @@ def _trainings(checkout: Path, seeds: range) -> dict[str, str | Tensor]:
             except AssertionError as error:
                 ends[f"training {seed}"] = f"{drawn['argv']}: {error}"
                 continue
-            ends[f"training {seed}"] = torch.cat(
-                [
-                    part
-                    for run in recorded.values()
-                    for part in (
-                        torch.tensor([*run.losses.values(), *run.grad_norms.values()], dtype=torch.float64),
-                        *(
-                            value.double().flatten()
-                            for _, value in sorted(run.weights("final").items())
-                            if isinstance(value, Tensor) and value.is_floating_point()
-                        ),
-                    )
-                ]
-            )
+            ends[f"training {seed}"] = torch.cat([_end_of_training(run) for run in recorded.values()])
     return ends
+
+
+def _end_of_training(run: Any) -> Tensor:
+    """Losses and gradient norms of all iterations, and the final weights, of what a launch recorded; float64, flat."""
+    logged = torch.tensor([*run.losses.values(), *run.grad_norms.values()], dtype=torch.float64)
+    weights = [value for _, value in sorted(run.weights("final").items()) if isinstance(value, Tensor)]
+    return torch.cat([logged, *(value.double().flatten() for value in weights if value.is_floating_point())])
 
 
 def _end_of(results: list[dict[str, Any]]) -> Tensor:

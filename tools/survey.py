@@ -266,9 +266,7 @@ def _problems(words: list[str], ranks: int) -> tuple[list[str], list[str]]:
         except PierConfigError as error:
             # What is not installed here may be where the line is from.
             found = list(map(str, error.args))
-            if args is not None and planned_job.lacks_packages_here(args):
-                found = [each for each in found if not planned_job.needs_package(args, each)]
-            return found, unknown
+            return [each for each in found if args is None or not planned_job.may_start_elsewhere(args, each)], unknown
     return [], unknown
 
 

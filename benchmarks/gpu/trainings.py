@@ -52,8 +52,7 @@ def resumed() -> Rows:
         yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
         yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
         if has_te or has_apex:
-            own = TRANSFORMER_ENGINE if has_te else local
-            flags = [*own, "--sequence-parallel", "--distributed-backend", one_gpu.backend()]
+            flags = [*engine_flags(_FLAGS), "--sequence-parallel"]
             yield _compare("TP 2 x 2 groups, sequence parallelism", Path(folder) / "sequence", flags)
         else:
             why = "neither Transformer Engine nor Apex is there" if on_gpu else "needs a GPU"

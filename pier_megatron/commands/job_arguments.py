@@ -105,9 +105,7 @@ def _is_valid(args: argparse.Namespace, command: LaunchCommand, sources: ScriptS
     if is_filled_in and sources.files_with(planned_job.CONFIGURATION):
         with checks.collecting():
             planned_job.configuration(args, command.ranks_per_node)
-    absent = []
-    if planned_job.lacks_packages_here(args):
-        absent = [found for found in checks.found if planned_job.needs_package(args, found)]
+    absent = [found for found in checks.found if planned_job.may_start_elsewhere(args, found)]
     findings.warnings += [f"here: {each}" for each in absent]
     checks.found = [each for each in checks.found if each not in absent]
     if args.use_checkpoint_args:

@@ -84,19 +84,16 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
             check_experts(args, args.pier_groups // settings_of(args).launches if args.pier else 1)
 
 
-def lacks_packages_here(args: argparse.Namespace) -> bool:
-    """Whether this machine, which has no GPU, lacks Transformer Engine, which the job may find where it will run."""
+def may_start_elsewhere(args: argparse.Namespace, message: str) -> bool:
+    """Whether Megatron, and not Pier, wants a package that this machine without GPU lacks, and another one may have."""
     is_elsewhere = emulation.is_installed() and args.distributed_backend == "nccl"
-    return is_elsewhere and importlib.util.find_spec("transformer_engine") is None
-
-
-def needs_package(args: argparse.Namespace, message: str) -> bool:
-    """Whether Megatron, and not Pier, refuses something for want of a package."""
+    if not is_elsewhere or importlib.util.find_spec("transformer_engine") is not None:
+        return False
     # PyTorch's LayerNorm is what Megatron takes where Apex is missing.
     packages = r"\bTE\b|Transformer Engine|(?i:apex|torch LayerNorm|not available|pip install)"
     if args.transformer_impl == "transformer_engine":  # Where another is given, Megatron asks for this one.
         packages += "|(?i:transformer.?engine)"
-    return re.match(rf"Megatron (?s:.*)({packages})", message) is not None
+    return re.match(rf"(Megatron|--transformer-impl) (?s:.*)({packages})", message) is not None
 
 
 def configuration(args: argparse.Namespace, ranks_per_node: int) -> object:

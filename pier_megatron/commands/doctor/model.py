@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.planned_job import as_rank_0, configuration, lacks_packages_here, needs_package
+from pier_megatron.commands.planned_job import as_rank_0, configuration, may_start_elsewhere
 from pier_megatron.commands.planned_sizes import with_vocabulary
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.cpu.preparations import LOCAL
@@ -37,8 +37,7 @@ def look(args: argparse.Namespace, command: LaunchCommand, sources: ScriptSource
         with problems.collecting():
             _build(args, command, builds[1])
     for problem in problems.found:
-        if lacks_packages_here(args) and (args.transformer_impl == "transformer_engine" or needs_package(args, problem)):
-            # The job may find elsewhere what is not installed here.
+        if may_start_elsewhere(args, problem):
             findings.warnings.append(f"here: {problem}")
         else:
             findings.errors.append(problem)
