@@ -5,14 +5,10 @@ gradients are computed in FP32 and rounded, as the units do; only the order of t
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-
-# Times as long as in FP32, above which there can be no unit; with one, a product takes at most twice as long.
-_NO_UNIT = 6.0
 
 _PRODUCTS = ("matmul", "mm", "bmm", "baddbmm", "addmm")
 
@@ -30,9 +26,17 @@ def install() -> None:
 
 
 def slow_dtypes() -> frozenset[torch.dtype]:
-    """The types of low precision in which this CPU multiplies without units for them; measured in some milliseconds."""
-    of_fp32 = _seconds(torch.float32)
-    return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if _seconds(dtype) > _NO_UNIT * of_fp32)
+    """The types of low precision for which PyTorch finds no kernel of oneDNN on this CPU, and takes its slow loops.
+
+    It is a property of the CPU, asked as PyTorch asks, and never measured: of two ranks on one node, or a job and its resume, one
+    might then compute in FP32 and the other not, and bits would depend on what else the machine does.
+    """
+    asked = torch.ops.mkldnn
+    has_kernel = {
+        torch.bfloat16: torch.backends.mkldnn.is_available() and asked._is_mkldnn_bf16_supported(),
+        torch.float16: torch.backends.mkldnn.is_available() and asked._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, found in has_kernel.items() if not found)
 
 
 def in_fp32(product: Callable[..., Tensor], dtypes: Iterable[torch.dtype]) -> Callable[..., Tensor]:
@@ -53,14 +57,3 @@ def in_fp32(product: Callable[..., Tensor], dtypes: Iterable[torch.dtype]) -> Ca
 
 def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) else value
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """The least time of a product of two matrices, large enough to tell and small enough not to be noticed."""
-    left, right = torch.ones(128, 128, dtype=dtype), torch.ones(128, 128, dtype=dtype)
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        torch.mm(left, right)
-        times.append(time.perf_counter() - begin)
-    return min(times)

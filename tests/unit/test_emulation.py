@@ -1,9 +1,13 @@
 """What ``--device cpu`` stands in for, and what it leaves as it is."""
 
+import itertools
+import random
+import time
+
 import pytest
 import torch
 
-from pier_megatron.cpu.products import in_fp32
+from pier_megatron.cpu.products import in_fp32, slow_dtypes
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -33,3 +37,19 @@ def test_addend_and_scalars_pass_through() -> None:
     addend = torch.full((1, 5, 7), float("nan"), dtype=torch.bfloat16)
     found = in_fp32(torch.baddbmm, _DTYPES)(addend, left, right, beta=0.0, alpha=0.5)
     torch.testing.assert_close(found, 0.5 * torch.bmm(left, right))
+
+
+def test_types_without_a_kernel_are_those_of_the_cpu_under_any_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"_is_mkldnn_bf16_supported": torch.bfloat16, "_is_mkldnn_fp16_supported": torch.float16}
+    first = slow_dtypes()
+    assert first == {dtype for question, dtype in answers.items() if not getattr(torch.ops.mkldnn, question)()}
+    # A machine on which anything may take any time.
+    clock = itertools.accumulate(random.Random(1).expovariate(1.0) for _ in itertools.count())
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert {slow_dtypes() for _ in range(20)} == {first}
+    # A CPU that has all kernels, and one that has none.
+    for question in answers:
+        monkeypatch.setattr(torch.ops.mkldnn, question, lambda: True)
+    assert slow_dtypes() == frozenset()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert slow_dtypes() == frozenset(_DTYPES)
