@@ -7,6 +7,7 @@ arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105; Kolehmainen et al., "NoLoCo
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.pairs import draw_subgroups
+from pier_megatron.schedules import MUON_LENGTH
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
 InnerOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -44,6 +46,7 @@ def train(
     skipped: Collection[int] = (),
     averaged: Collection[int] = (),
     blocks: Sequence[Tensor] | None = None,
+    matrices: Callable[[int, Tensor], Sequence[Tensor]] = lambda index, tensor: [tensor] if tensor.dim() == 2 else [],
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
 
@@ -60,6 +63,8 @@ def train(
         averaged: Indices of parameters that outer steps average without momentum: the biases of routers.
         blocks: Numbers of the blocks that share a scale where few bits are sent, by parameter and element, int64; elements of
             -1 travel exactly. None: all parameters in one vector, cut every 128 elements.
+        matrices: Views of a tensor, given the index of its parameter, that ``--pier-outer-rule muon`` makes orthogonal each by
+            itself.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -88,7 +93,9 @@ def train(
                 moved = dict.fromkeys(good, wire.mean(moved, masks[exchange.fragment]))
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: moved[group][i] for group in good}
-                step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
+                orthogonal = functools.partial(matrices, i) if config.outer_rule == "muon" else lambda step: []
+                nesterov = functools.partial(_nesterov, orthogonal)
+                step = _mean_of_parameters if i in averaged else nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
                     # The new slow weights, plus the progress of the group since then.
@@ -216,18 +223,46 @@ def decoded(codec: Codec, vector: Tensor, blocks: Tensor) -> Tensor:
     return levels * scale[place]
 
 
+# Coefficients of :func:`_orthogonal`, those of emerging-optimizers.
+_NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
 _State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
 
 
-def _nesterov(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:
-    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite."""
+def _nesterov(
+    matrices: Callable[[Tensor], Sequence[Tensor]],
+    config: PierConfig,
+    begun: int,
+    states: Mapping[int, _State],
+    own: Mapping[int, Tensor],
+) -> dict[int, _State]:
+    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite; with orthogonal steps of matrices."""
     mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack(list(own.values())).mean(0)
     stepped = {}
     for group, (anchor, momentum) in states.items():
         new_momentum = mu * momentum + delta
-        stepped[group] = anchor - eta * (delta + mu * new_momentum), new_momentum
+        step = delta + mu * new_momentum
+        for matrix in matrices(step):
+            direction = _orthogonal(matrix)
+            matrix.copy_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
+        stepped[group] = anchor - eta * step, new_momentum
     return stepped
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Nearly the orthogonal matrix next to one: singular values are mapped by odd polynomials towards 1, arXiv 2502.16982."""
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    for a, b, c in _NEWTON_SCHULZ:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 def _mean_of_parameters(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.schedules import AUTO, PRESETS
-from pier_megatron.values import LONGEST, Choice, address, any_path, class_name, positive, share, url, whole
+from pier_megatron.values import LONGEST, Choice, address, any_path, outer_rule, positive, share, url, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -154,10 +154,11 @@ class Settings:
     )
     outer_rule: str | None = setting(
         None,
-        "Rule of the outer step: a class of your own, a subclass of pier_megatron.outer.OuterRule, as package.module:Class. "
-        "Default: Nesterov momentum; with random subgroups, NoLoCo's rule.",
-        metavar="CLASS",
-        accepts=class_name,
+        "Rule of the outer step: nesterov; muon, which also makes the step of each matrix orthogonal, and needs the package "
+        "emerging-optimizers; or a subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: "
+        "nesterov; with random subgroups, NoLoCo's rule.",
+        metavar="RULE",
+        accepts=outer_rule,
     )
     subgroup_size: int | None = setting(
         None,

@@ -145,9 +145,13 @@ def function_name(text: str) -> str:
     return _in_module(text, "a function in it, such as recipes:llama_tiny")
 
 
-def class_name(text: str) -> str:
-    """A class in a module, as ``my_rules:HeavyBall``."""
-    return _in_module(text, "a class in it, such as my_rules:HeavyBall")
+OUTER_RULES = ("nesterov", "muon")
+"""Rules of outer steps that have a name."""
+
+
+def outer_rule(text: str) -> str:
+    """One of these, or a class in a module, as ``my_rules:HeavyBall``."""
+    return text if text in OUTER_RULES else _in_module(text, f"a class in it, such as my_rules:HeavyBall, nor one of {', '.join(OUTER_RULES)}")
 
 
 def _in_module(text: str, what: str) -> str:

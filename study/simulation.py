@@ -5,13 +5,15 @@ it finds is checked against rows that were trained through the plugin: docs/stud
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from codings import CODINGS
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+from outer_rules import RULES
 from rows import ADAM, BATCH, ITERATIONS, MUON, SYNCHRONOUS
 from small_gpt import MATRIX, SEQUENCE, VECTORS, Parameters, Text, initial, losses
 from torch import Tensor
@@ -62,6 +64,19 @@ class Run:
         site_interval: Iterations between outer steps of all sites, a multiple of ``interval``.
         site_method: Preset of the outer schedule between sites; ``method`` is that inside them.
         site_dtype: What a site's pseudo-gradient and the sum are sent as between sites, with error feedback.
+        rule: What the outer step does: a name in :data:`outer_rules.RULES`.
+        rule_rate: That rule's own number.
+        moments: AdamW's moments that are averaged in outer steps: "", "second", or "both"; "denoised" for both, after which the
+            second has the noise of a mean over ``moments_groups`` groups.
+        moments_interval: Outer steps between these averages.
+        moments_groups: See ``moments``.
+        moments_dtype: What moments are sent as, the second as its square root.
+        mixing: Share of a group's own weights where a late result is applied, and of the new anchor for the rest (torchft's
+            alpha); None for the result and all progress since.
+        intervals: "equal", "rising" from half to one and a half of ``interval``, "falling", or "by noise": longer where groups
+            agree less on their way than before.
+        fragments: Parts of the parameters that have outer steps of their own, in turn.
+        by_change: Whether that fragment is next which has moved most since its last outer step.
     """
 
     method: str = SYNCHRONOUS
@@ -93,6 +108,16 @@ class Run:
     site_interval: int = 0
     site_method: str = SYNCHRONOUS
     site_dtype: str = "fp32"
+    rule: str = "nesterov"
+    rule_rate: float = 1.0
+    moments: str = ""
+    moments_interval: int = 1
+    moments_groups: int = 1
+    moments_dtype: str = "fp32"
+    mixing: float | None = None
+    intervals: str = "equal"
+    fragments: int = 1
+    by_change: bool = False
 
     @property
     def between_sites(self) -> "Run":
@@ -152,9 +177,25 @@ class Inner:
         for state in (self._first, self._second, self._slow):
             state.update({name: function(tensor) for name, tensor in state.items()})
 
-    def share_slow_momentum(self) -> None:
-        """Takes the mean of the groups' slow momenta."""
+    def share(self, outer_steps: int) -> None:
+        """Takes means over the groups after an outer step: of the slow momenta, and of the moments that are due."""
         self._slow = {name: _of_mean(slow).expand_as(slow).clone() for name, slow in self._slow.items()}
+        run = self._run
+        if not run.moments or outer_steps % run.moments_interval:
+            return
+        for name, second in self._second.items():
+            first, rows = self._first[name], second.flatten(1)
+            second.copy_(_of_mean(self._sent(rows.sqrt()).square()).view_as(second[:1]))
+            if run.moments == "second":
+                continue
+            first.copy_(_of_mean(self._sent(first.flatten(1))).view_as(first[:1]))
+            if run.moments == "denoised":
+                signal = (first / (1 - BETA1**self._steps)).square() * (1 - BETA2**self._steps)
+                second.copy_(signal + (second - signal).clamp(min=0) / run.moments_groups)
+
+    def _sent(self, rows: Tensor) -> Tensor:
+        dtype = self._run.moments_dtype
+        return rows if dtype == "fp32" else CODINGS[dtype].arrives(rows)
 
     @torch.no_grad()
     def step(self, parameters: Parameters, gradients: Parameters, factor: float) -> None:
@@ -203,6 +244,7 @@ def config_of(run: Run) -> PierConfig:
         lazy_start_fraction=run.lazy_start,
         outer_momentum=run.outer_momentum,
         outer_lr=run.outer_lr,
+        fragments=run.fragments,
     )
 
 
@@ -212,11 +254,13 @@ class _Flight:
 
     Attributes:
         begun: Iteration after which it began.
+        piece: Number of the fragment.
         delta: Mean pseudo-gradient that will arrive.
-        left: Parameters from which the groups continued, flat.
+        left: Parameters of the fragment from which the groups continued, flat.
     """
 
     begun: int
+    piece: int
     delta: Tensor
     left: Tensor
 
@@ -227,16 +271,23 @@ class Outer:
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self.config = run, config_of(run)
         self._anchor = flattened(parameters).repeat(run.sites, 1)
-        self._momentum, self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(3))
-        self._dropped: dict[str, Tensor] = {}
-        self._flight: _Flight | None = None
+        size = self._anchor.shape[1]
+        bounds = [size * piece // run.fragments for piece in range(run.fragments + 1)]
+        self._pieces = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        shapes = {name: value.shape[1:] for name, value in parameters.items()}
+        self._rules = [RULES[run.rule](shapes, run.rule_rate) for _ in self._pieces]
+        self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(2))
+        self._dropped: dict[tuple[str, int], Tensor] = {}
+        self._flights: list[_Flight] = []
+        self._timetable = Timetable(run, self.config)
 
     def follow(self, iteration: int, parameters: Parameters) -> None:
         """The momentum warmup, where one is due, and the anchor of the lazy start."""
         if self.config.is_lazy(iteration) and iteration % self._run.interval == 0:
             own = flattened(parameters).expand_as(self._anchor).clone()
             if self.config.is_momentum_warmup(iteration):
-                self._momentum = self.config.momentum_at(iteration) * self._momentum + self._anchor - own
+                for piece, rule in zip(self._pieces, self._rules, strict=True):
+                    rule.momentum = self.config.momentum_at(iteration) * rule.momentum + (self._anchor - own)[:, piece]
             self._anchor = own
 
     def anchor(self, parameters: Parameters) -> Parameters:
@@ -246,56 +297,108 @@ class Outer:
     def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:
         """Does what is due after an iteration: changes the parameters; whether an outer step has been taken."""
         is_last = iteration == self.config.train_iters
-        is_over = self._flight is not None and (iteration - self._flight.begun >= self._run.overlap or is_last)
-        if is_over:
+        is_taken = False
+        while self._flights and (iteration - self._flights[0].begun >= self._run.overlap or is_last):
             self._finish(parameters)
-        if self.config.fragments_due(iteration):
-            self._begin(iteration, parameters, outcome)
+            is_taken = True
+        for piece in self._due(iteration, parameters):
+            self._begin(iteration, piece, parameters, outcome)
             if not self._run.overlap or is_last:
                 self._finish(parameters)
-                return True
-        return is_over
+                is_taken = True
+        return is_taken
 
-    def _begin(self, iteration: int, parameters: Parameters, outcome: Outcome) -> None:
-        run, flat = self._run, flattened(parameters)
-        anchor = self._of_groups(self._anchor)
-        own = anchor - flat
-        arrived = self._coded("own", own, run.dtype)
+    def _due(self, iteration: int, parameters: Parameters) -> Sequence[int]:
+        """Numbers of the fragments whose exchange begins."""
+        due = self._timetable.due(iteration)
+        if self._run.by_change and len(due) == 1:
+            changes = (self._of_groups(self._anchor) - flattened(parameters)).square().mean(0)
+            under_way = {flight.piece for flight in self._flights}
+            free = [piece for piece in range(len(self._pieces)) if piece not in under_way]
+            return [max(free, key=lambda piece: changes[self._pieces[piece]].mean().item())]
+        return due
+
+    def _begin(self, iteration: int, piece: int, parameters: Parameters, outcome: Outcome) -> None:
+        run, flat, part = self._run, flattened(parameters), self._pieces[piece]
+        anchor = self._of_groups(self._anchor)[:, part]
+        own = anchor - flat[:, part]
+        arrived = self._coded("own", piece, own, run.dtype)
         met = run.groups // run.sites
-        total = arrived.view(run.sites, met, -1).sum(1)
-        delta = self._coded("sum", total, run.sum_dtype) / met
-        outcome.norms.append((arrived.square().sum().item() / run.groups, delta.square().sum().item() / run.sites))
-        if self._delta.any():
-            outcome.correlations.append(torch.cosine_similarity(delta, self._delta, dim=1).mean().item())
-        self._delta = delta
+        rows = arrived.view(run.sites, met, -1)
+        delta = self._coded("sum", piece, rows.sum(1), run.sum_dtype) / met
+        square, of_mean = arrived.square().sum().item() / run.groups, delta.square().sum().item() / run.sites
+        outcome.norms.append((square, of_mean))
+        self._timetable.measured(square, of_mean)
+        if self._delta[:, part].any():
+            outcome.correlations.append(torch.cosine_similarity(delta, self._delta[:, part], dim=1).mean().item())
+        self._delta[:, part] = delta
+        delta = self._rules[piece].seen(rows, delta)
         if run.own_share != 1 or run.predicted_share:
-            flat = anchor - run.own_share * own - run.predicted_share * self._of_groups(self._expected)
+            flat[:, part] = anchor - run.own_share * own - run.predicted_share * self._of_groups(self._expected)[:, part]
             parameters.update(_like(flat, parameters))
-        self._expected = torch.lerp(delta, self._expected, run.prediction_decay)
-        self._flight = _Flight(iteration, delta, flat)
+        self._expected[:, part] = torch.lerp(delta, self._expected[:, part], run.prediction_decay)
+        self._flights.append(_Flight(iteration, piece, delta, flat[:, part]))
 
     def _finish(self, parameters: Parameters) -> None:
-        assert self._flight is not None
-        begun, delta, left = self._flight.begun, self._flight.delta, self._flight.left
-        mu, eta = self.config.momentum_at(begun), self.config.learning_rate_at(begun)
-        self._momentum = mu * self._momentum + delta
-        self._anchor = self._anchor - eta * (delta + mu * self._momentum)
-        parameters.update(_like(self._of_groups(self._anchor) + (flattened(parameters) - left), parameters))
-        self._flight = None
+        flight = self._flights.pop(0)
+        mu, eta = self.config.momentum_at(flight.begun), self.config.learning_rate_at(flight.begun)
+        part, flat = self._pieces[flight.piece], flattened(parameters)
+        self._anchor[:, part] = self._rules[flight.piece].step(self._anchor[:, part], flight.delta, mu, eta)
+        new = self._of_groups(self._anchor)[:, part]
+        if self._run.mixing is None:
+            flat[:, part] = new + (flat[:, part] - flight.left)
+        else:
+            flat[:, part] = torch.lerp(new, flat[:, part], self._run.mixing)
+        parameters.update(_like(flat, parameters))
 
     def _of_groups(self, of_sites: Tensor) -> Tensor:
         """What belongs to each group's site."""
         return of_sites.repeat_interleave(self._run.groups // self._run.sites, 0)
 
-    def _coded(self, which: str, rows: Tensor, dtype: str) -> Tensor:
+    def _coded(self, which: str, piece: int, rows: Tensor, dtype: str) -> Tensor:
         """What arrives of rows."""
         if dtype == "fp32" or self._run.groups == 1:
             return rows
         coding = CODINGS[dtype]
-        rows = rows + self._dropped.get(which, 0)
+        rows = rows + self._dropped.get((which, piece), 0)
         arrived = coding.arrives(rows)
-        self._dropped[which] = coding.feedback * (rows - arrived)
+        self._dropped[which, piece] = coding.feedback * (rows - arrived)
         return arrived
+
+
+class Timetable:
+    """After which iterations fragments meet; as often altogether as at equal intervals."""
+
+    # Of one number to the next, "by noise".
+    _LEAST, _MOST, _DECAY = 0.5, 2.0, 0.9
+
+    def __init__(self, run: Run, config: PierConfig) -> None:
+        self._run, self._config = run, config
+        self._next, self._usual, self._interval = 0, math.nan, float(run.interval)
+        begin, number = config.lazy_start, math.ceil((run.iterations - config.lazy_start) / run.interval)
+        slope = {"rising": 0.5, "falling": -0.5}.get(run.intervals, 0.0)
+        shares = [step / number for step in range(1, number + 1)]
+        self._set = {begin + round((run.iterations - begin) * ((1 - slope) * at + slope * at**2)) for at in shares}
+
+    def due(self, iteration: int) -> Sequence[int]:
+        """Numbers of the fragments."""
+        if self._run.intervals == "equal":
+            return self._config.fragments_due(iteration)
+        if self._config.is_lazy(iteration):
+            return ()
+        if self._run.intervals != "by noise":
+            return (0,) if iteration in self._set else ()
+        self._next = self._next or self._config.lazy_start + self._run.interval
+        if iteration < self._next and iteration < self._run.iterations:
+            return ()
+        return (0,)
+
+    def measured(self, square: float, square_of_mean: float) -> None:
+        """Given the mean square norm of pseudo-gradients and that of their mean, finds the interval to the next."""
+        agreed = square_of_mean / square
+        self._usual = agreed if math.isnan(self._usual) else self._DECAY * self._usual + (1 - self._DECAY) * agreed
+        self._interval = self._run.interval * min(max(agreed / self._usual, self._LEAST), self._MOST) ** self._run.rule_rate
+        self._next += round(self._interval)
 
 
 class _Sites(Outer):
@@ -349,6 +452,7 @@ def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
     parameters = initial(run.layers, run.width, run.seed)
     inner = Inner(run, parameters)
     outer = None if run.method == SYNCHRONOUS else new_outer(run, parameters)
+    outer_steps = 0
     apart_until = run.iterations
     if run.tail:
         apart_until = round((1 - run.tail) * run.iterations) // run.interval * run.interval
@@ -361,7 +465,8 @@ def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
             continue
         outer.follow(iteration, parameters)
         if outer.step(iteration, parameters, outcome):
-            inner.share_slow_momentum()
+            outer_steps += 1
+            inner.share(outer_steps)
             if not is_brief:
                 anchors = [*anchors[1 - max(_AVERAGED) :], outer.anchor(parameters)]
                 if iteration % _EVALUATION_INTERVAL == 0:

@@ -7,6 +7,7 @@ to the progress of a group meanwhile is the business of :mod:`pier_megatron.oute
 import dataclasses
 import functools
 import importlib
+import importlib.util
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,10 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL
+from pier_megatron.schedules import MUON_LENGTH
+
+NEWTON_SCHULZ = 5
+"""Iterations of Newton and Schulz, with the coefficients that Megatron's Muon takes by default."""
 
 _TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, REDUCED, *WORK)
 
@@ -34,6 +39,7 @@ class OuterRule:
             saved, restored, reset, offloaded and handed to an island that joins, as the anchor is.
         has_common_anchor: Whether all groups hold the same anchor afterwards.
         sent_of: Names of what :meth:`send` reads.
+        takes_matrices: Whether it works on whole matrices, which chunks then do not cut.
     """
 
     mu: float
@@ -41,6 +47,7 @@ class OuterRule:
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM,)
     has_common_anchor: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
+    takes_matrices: ClassVar[bool] = False
 
     def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
         """Updates the anchor and the memory in place, element by element.
@@ -103,6 +110,37 @@ class Nesterov(OuterRule):
         anchor.add_(momentum, alpha=-self.eta * self.mu)
 
 
+class Muon(Nesterov):
+    """Nesterov momentum, with the step of each matrix made orthogonal: docs/study.md.
+
+    ``momentum = mu * momentum + delta`` as before. Where a parameter is a matrix, its step ``s = delta + mu * momentum`` becomes
+    ``1.5 |s| o / |o|`` with ``o`` the orthogonal matrix next to it, by five Newton-Schulz iterations, and Frobenius norms.
+    A tensor-parallel rank takes its part of a matrix for one, as Megatron's Muon does.
+    """
+
+    takes_matrices: ClassVar[bool] = True
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
+        """Takes the step; see :meth:`OuterRule.update`."""
+        if self.eta == 0:
+            super().update(staged, is_alone)
+            return
+        step, momentum = staged.shared, staged.momentum
+        torch.add(step, momentum, alpha=self.mu, out=momentum)
+        step.add_(momentum, alpha=self.mu)
+        for matrix in staged.chunk.matrices(step):
+            matrix.copy_(orthogonalised(matrix))
+        staged.anchor.add_(step, alpha=-self.eta)
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """The orthogonal matrix next to one, one and a half times as long as it; float32, of its shape."""
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+
+    direction = newton_schulz(matrix, NEWTON_SCHULZ)
+    return direction * (MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
 class NoLoCo(OuterRule):
     """Heavy-ball momentum among a few participants; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
 
@@ -129,6 +167,10 @@ class NoLoCo(OuterRule):
         anchor.add_(momentum, alpha=-self.eta)
 
 
+RULES: dict[str, type[OuterRule]] = {"nesterov": Nesterov, "muon": Muon}
+"""Rules of ``--pier-outer-rule`` by name."""
+
+
 def rule_at(config: PierConfig, iteration: int) -> OuterRule:
     """Returns the rule of outer steps that begin after an iteration, or of a momentum warmup then.
 
@@ -143,7 +185,14 @@ def rule_at(config: PierConfig, iteration: int) -> OuterRule:
 
 def rule_class(config: PierConfig) -> type[OuterRule]:
     """Returns the class of the rule by which all groups take outer steps; see :func:`rule_at`."""
-    return Nesterov if config.outer_rule is None else _imported(config.outer_rule)
+    if config.outer_rule is None:
+        return Nesterov
+    if RULES.get(config.outer_rule) is Muon and importlib.util.find_spec("emerging_optimizers") is None:
+        raise PierConfigError(
+            f"--pier-outer-rule {config.outer_rule} needs the package emerging-optimizers, which is not installed: "
+            "pip install 'emerging-optimizers>=0.2', or this plugin with the extra [muon]."
+        )
+    return RULES[config.outer_rule] if config.outer_rule in RULES else _imported(config.outer_rule)
 
 
 def common_names(config: PierConfig) -> tuple[str, ...]:

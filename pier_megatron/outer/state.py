@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import Codec
 
 ANCHOR, MOMENTUM, RESIDUAL, REDUCED = "anchor", "momentum", "residual", "reduced"
@@ -65,6 +66,8 @@ class Shards:
             communicators of their own.
         holders: Ranks of the group that hold the same parameters at the same place, and exchange a part of them each; None if
             this rank exchanges all of them.
+        matrices: Shape of each of the tensors that is a matrix, whatever its own shape is, and None for each other one; empty
+            if there is none. An outer rule for matrices has them whole.
         is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
             routers. They are exchanged in the last fragment, and exactly.
         stored: How main parameters are read and written that are no FP32 tensors; None if they are.
@@ -77,6 +80,7 @@ class Shards:
     is_averaged: bool = False
     stored: Stored | None = None
     holders: dist.ProcessGroup | None = None
+    matrices: Sequence[torch.Size | None] = ()
 
     def whole(self) -> "Shards":
         """The same parameters without holders, for elastic islands, where the exchange of one rank may fail alone."""
@@ -109,9 +113,25 @@ class Chunk:
         shards: What it is a stretch of.
     """
 
-    def __init__(self, start: int, fragment: int, shards: Shards, pieces: Sequence[tuple[Tensor, slice]]) -> None:
-        """Lays a chunk over consecutive pieces of the main parameters: tensors of ``shards`` and stretches of them, flat."""
+    def __init__(
+        self,
+        start: int,
+        fragment: int,
+        shards: Shards,
+        pieces: Sequence[tuple[Tensor, slice]],
+        matrices: Sequence[tuple[int, torch.Size]] = (),
+    ) -> None:
+        """Lays a chunk over consecutive pieces of the main parameters.
+
+        Args:
+            start: Index of its first element.
+            fragment: Index of the fragment that it belongs to.
+            shards: What it is a stretch of.
+            pieces: Tensors of the shards and stretches of them, flat.
+            matrices: Matrices that lie in it whole: where each begins in it, and its shape.
+        """
         self.start = start
+        self._matrices = matrices
         self.fragment = fragment
         self.shards = shards
         self._pieces = pieces
@@ -129,6 +149,10 @@ class Chunk:
     def of(self, flat: Tensor) -> Tensor:
         """The chunk's part of a flat buffer, a view of shape ``[numel]``."""
         return flat[self.start : self.start + self.numel]
+
+    def matrices(self, vector: Tensor) -> Iterator[Tensor]:
+        """The matrices in a vector of the chunk's shape, views of two dimensions; none without a rule for matrices."""
+        return (vector[begin : begin + shape.numel()].view(shape) for begin, shape in self._matrices)
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""
@@ -182,6 +206,7 @@ class OuterState:
         device: torch.device | None = None,
         common: Sequence[str] = (ANCHOR, MOMENTUM),
         residuals: Sequence[str] = (),
+        cuts_matrices: bool = True,
     ) -> None:
         """Starts with the anchor at the present parameters, and all else zero.
 
@@ -196,8 +221,10 @@ class OuterState:
             device: Device of the main parameters, where there may be none.
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
             residuals: Names of flat buffers that are this group's own: what codecs drop.
+            cuts_matrices: Whether chunks and fragments may end inside a matrix.
 
         Raises:
+            PierConfigError: If a matrix that must not be cut is not whole on this rank.
             TypeError: If a tensor is not float32, and not stored in another form.
             ValueError: If a tensor is not contiguous.
         """
@@ -207,6 +234,8 @@ class OuterState:
                 raise TypeError(f"The outer optimizer works on FP32 main parameters, but one is {tensor.dtype}.")
             if not tensor.is_contiguous():
                 raise ValueError(f"The outer optimizer works on contiguous main parameters, but one has {tensor.stride()=}.")
+        if not cuts_matrices:
+            _check_whole(shards)
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
@@ -215,7 +244,7 @@ class OuterState:
         self.common = tuple(common)
         names = (*self.common, *residuals)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
-        self.chunks = _cut(shards, chunk_numel, fragments)
+        self.chunks = _cut(shards, chunk_numel, fragments, cuts_matrices)
         self._fragments = fragments
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
@@ -312,7 +341,17 @@ class OuterState:
         return torch.stack([*norms, torch.zeros((), device=self.device)]).isfinite().all()
 
 
-def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chunk]:
+def _check_whole(shards: Sequence[Shards]) -> None:
+    for tensor, shape in (pair for alike in shards for pair in zip(alike.tensors, alike.matrices, strict=False)):
+        if shape is not None and tensor.numel() != shape.numel():
+            raise PierConfigError(
+                f"--pier-outer-rule works on whole matrices, and this rank has {tensor.numel():,} numbers of one of {shape[0]:,} x "
+                f"{shape[1]:,}: data-parallel ranks of a group share the optimizer's state. Drop --use-distributed-optimizer, or "
+                "use more --pier-groups, so that a group has one data-parallel rank."
+            )
+
+
+def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matrices: bool) -> list[Chunk]:
     untied = sum(tensor.numel() for alike in shards if not alike.come_last for tensor in alike.tensors)
     fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
     chunks: list[Chunk] = []
@@ -320,9 +359,12 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chu
     for alike in shards:
         starts = list(itertools.accumulate((tensor.numel() for tensor in alike.tensors), initial=begin))
         end = starts[-1]
+        shapes = () if cuts_matrices else alike.matrices
+        matrices = [(start, shape) for start, shape in zip(starts, shapes, strict=False) if shape is not None]
         if alike.stored is not None and alike.stored.takes_whole:
             fragment_ends = [next((start for start in starts if start >= cut), cut) for cut in fragment_ends]
-        cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
+        fragment_ends = [_outside(cut, 0, matrices) for cut in fragment_ends]
+        cuts = {begin, end, *_grid(begin, end, chunk_numel, matrices), *(cut for cut in fragment_ends if begin < cut < end)}
         for start, stop in itertools.pairwise(sorted(cuts)):
             pieces = [
                 (tensor, slice(max(start - low, 0), min(stop, high) - low))
@@ -330,6 +372,22 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chu
                 if low < stop and start < high
             ]
             fragment = fragments - 1 if alike.come_last else sum(start >= cut for cut in fragment_ends)
-            chunks.append(Chunk(start, fragment, alike, pieces))
+            inside = [(low - start, shape) for low, shape in matrices if start <= low < stop]
+            chunks.append(Chunk(start, fragment, alike, pieces, inside))
         begin = end
     return chunks
+
+
+def _grid(begin: int, end: int, chunk_numel: int, matrices: Sequence[tuple[int, torch.Size]]) -> Iterator[int]:
+    """Where chunks begin: as long as asked for, but that a matrix is in one."""
+    while begin < end:
+        yield begin
+        begin = _outside(begin + chunk_numel, begin, matrices)
+
+
+def _outside(cut: int, begin: int, matrices: Sequence[tuple[int, torch.Size]]) -> int:
+    """The begin of the matrix that a cut would divide, or its end if nothing is left before it; the cut itself if there is none."""
+    for low, shape in matrices:
+        if low < cut < low + shape.numel():
+            return low if low > begin else low + shape.numel()
+    return cut

@@ -31,7 +31,7 @@ from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.share import moments_of
+from pier_megatron.outer.share import matrix_shape, moments_of
 from pier_megatron.outer.staging import Staged
 
 WORLD = 4
@@ -150,9 +150,13 @@ class Rank:
         else:
             last, holders = len(copied) - int(settings.averages), inside if settings.copies else None
             is_counted = inside is None or inside.rank() == 0
-            shards = [Shards(split, is_counted=is_counted or not settings.copies, holders=holders)]
-            shards += [Shards(copied[:last], is_counted=is_counted, holders=holders)]
-            shards += [Shards(copied[last:], is_counted=False, is_averaged=True, holders=holders)]
+
+            def shards_of(tensors: list[Tensor], is_counted: bool, is_averaged: bool = False) -> Shards:
+                matrices = [*map(matrix_shape, tensors)]
+                return Shards(tensors, is_counted, is_averaged=is_averaged, holders=holders, matrices=matrices)
+
+            shards = [shards_of(split, is_counted or not settings.copies), shards_of(copied[:last], is_counted)]
+            shards += [shards_of(copied[last:], is_counted=False, is_averaged=True)]
             self.loop = OuterLoop(
                 [shards], config, exchange, group=inside, inner_state=self._moments, report=report, sites=sites
             )

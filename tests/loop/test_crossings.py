@@ -44,6 +44,8 @@ def runs(draw: st.DrawFn) -> Settings:
         config["subgroup_size"] = draw(st.integers(2, groups))
         config |= {"exchange_dtype": "fp32", "no_error_feedback": False}
         config["subgroup_seed"] = draw(st.integers(0, 3))
+    if config["preset"] != "noloco" and "subgroup_size" not in config:
+        config["outer_rule"] = draw(st.sampled_from([None, None, "muon"]))
     return Settings(groups, ranks_in_group, config, averages=draw(st.booleans()), copies=draw(st.booleans()))
 
 

@@ -42,6 +42,7 @@ _BAD = {"bad": [1]}
 _PAIRS: dict[str, Any] = {"preset": "noloco"}
 _SITES: dict[str, Any] = {"sites": 2, "sync_interval": 4, "lazy_start_iters": 4, "site_interval": 2, "train_iters": 15}
 _OWN_RULE: dict[str, Any] = {"outer_rule": "own_rules:Aside", "outer_lr": 0.7, "outer_momentum": 0.6}
+_ORTHOGONAL: dict[str, Any] = {"outer_rule": "muon"}
 
 # What happens, and with which settings.
 _CASES: dict[str, tuple[list[Command], dict[str, Any]]] = {
@@ -92,6 +93,19 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any]]] = {
         {**_SITES, **_OWN_RULE, "overlap": 3},
     ),
     "a group diverges under a rule of one's own": ([(4, QUIET), (1, _BAD), (7, QUIET)], _OWN_RULE),
+    "orthogonal steps": ([(12, QUIET)], _ORTHOGONAL),
+    "orthogonal steps in fragments, low bits in flight, offloaded, stopped behind a group that diverges": (
+        [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {**_ORTHOGONAL, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},
+    ),
+    "orthogonal steps of copies, evaluated, behind a group that diverges": (
+        [(5, QUIET), ("evaluate", QUIET), (1, _BAD), (6, QUIET)],
+        {**_ORTHOGONAL, "copies": True, "averages": True},
+    ),
+    "sites with orthogonal steps, stopped in flight": (
+        [(10, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {**_SITES, **_ORTHOGONAL, "overlap": 3},
+    ),
     "biases, stopped under way, behind a group that diverges": (
         [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
         {"averages": True, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},

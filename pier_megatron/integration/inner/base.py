@@ -4,11 +4,13 @@ import abc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
+from pier_megatron.outer.share import matrix_shape
 from pier_megatron.outer.state import Stored
 
 if TYPE_CHECKING:
@@ -84,10 +86,12 @@ class InnerOptimizer(abc.ABC):
         split: list[Tensor] = []
         copied: list[Tensor] = []
         tied: list[Tensor] = []
+        shape_of: dict[Tensor, torch.Size | None] = {}
         is_counted_when_tied, is_expert = True, False
         is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
         for model, main in self.parameters():
             is_expert |= not getattr(model, "allreduce", True)
+            shape_of[main] = matrix_shape(model)
             if getattr(model, "shared_embedding", False):
                 tied.append(main)
                 is_counted_when_tied = is_not_shared(model)
@@ -101,14 +105,13 @@ class InnerOptimizer(abc.ABC):
             parallel_state.get_expert_tensor_parallel_group() if is_expert else parallel_state.get_tensor_model_parallel_group()
         )
         is_counted, holders = self.is_counted(is_expert), self.holders if self.copies > 1 else None
+
+        def shards(tensors: list[Tensor], is_counted: bool, **kind: bool) -> Shards:
+            matrices = [shape_of[tensor] for tensor in tensors]
+            return Shards(tensors, is_counted, stored=self.stored, holders=holders, matrices=matrices, **kind)
+
         return [
-            Shards(split, is_counted=is_counted, stored=self.stored, holders=holders),
-            Shards(
-                copied,
-                is_counted=is_counted and tensor_parallel.rank() == 0,
-                is_copied=tensor_parallel.size() > 1,
-                stored=self.stored,
-                holders=holders,
-            ),
-            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True, stored=self.stored, holders=holders),
+            shards(split, is_counted),
+            shards(copied, is_counted and tensor_parallel.rank() == 0, is_copied=tensor_parallel.size() > 1),
+            shards(tied, is_counted and is_counted_when_tied, is_tied=True),
         ]
