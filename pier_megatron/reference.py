@@ -242,17 +242,16 @@ def _nesterov(
     states: Mapping[int, _State],
     own: Mapping[int, Tensor],
 ) -> dict[int, _State]:
-    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite; with orthogonal steps of matrices."""
+    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite; perhaps with its matrices made orthogonal."""
     mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack(list(own.values())).mean(0)
+    for matrix in matrices(delta):
+        direction = _orthogonal(matrix)
+        matrix.copy_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
     stepped = {}
     for group, (anchor, momentum) in states.items():
         new_momentum = mu * momentum + delta
-        step = delta + mu * new_momentum
-        for matrix in matrices(step):
-            direction = _orthogonal(matrix)
-            matrix.copy_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
-        stepped[group] = anchor - eta * step, new_momentum
+        stepped[group] = anchor - eta * (delta + mu * new_momentum), new_momentum
     return stepped
 
 

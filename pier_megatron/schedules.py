@@ -110,8 +110,8 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-MUON_LENGTH = 1.5
-"""Length of the orthogonal step of ``--pier-outer-rule muon``, in that of the step which it replaces: docs/study.md."""
+MUON_LENGTH = 2.0
+"""Length of an orthogonal pseudo-gradient of ``--pier-outer-rule muon``, in that of the one which it replaces: docs/study.md."""
 
 AUTO = "auto"
 """Stands for the preset that suits a run."""

@@ -217,7 +217,9 @@ class RestoredTensor(Restored):
     """The same for whole tensors, whose sizes cost nothing to send."""
 
     def _sizes(self, squares: Tensor) -> Tensor:
-        return self._by_tensor(lambda square: square.flatten(1).mean(1).view(-1, *[1] * (square.dim() - 1)).expand_as(square), squares)
+        return self._by_tensor(
+            lambda square: square.flatten(1).mean(1).view(-1, *[1] * (square.dim() - 1)).expand_as(square), squares
+        )
 
 
 def _signal(square: Tensor, square_of_mean: Tensor, groups: int) -> Tensor:

@@ -36,7 +36,17 @@ _SAVE_INTERVAL = 2000
 _POINTS = 20
 
 # What only simulation.train does.
-_UNKNOWN = ("tail", "divides_noise", "slow_share", "own_share", "predicted_share", "muon_positions", "moments", "intervals", "fragments")
+_UNKNOWN = (
+    "tail",
+    "divides_noise",
+    "slow_share",
+    "own_share",
+    "predicted_share",
+    "muon_positions",
+    "moments",
+    "intervals",
+    "fragments",
+)
 
 _ALIKE = ("seed", "iterations", "batch", "layers", "width", "inner", "groups")
 """What runs that train together have in common."""

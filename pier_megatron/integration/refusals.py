@@ -8,7 +8,6 @@ from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.integration.inner.requirements import MOMENTS, keeps_halves, keeps_main_parameters, scaled
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
-from pier_megatron.outer.rules import rule_class
 from pier_megatron.settings import Settings
 from pier_megatron.values import is_in_object_store
 
@@ -196,8 +195,6 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             config.check_interval(given, iteration, "saving the first group only", remedy)
     with problems.collecting():
         _check_instances(args, config.groups)
-    with problems.collecting():
-        _check_whole_matrices(args, config)
     if config.lazy_start and config.groups > config.launches:
         problems.found += _met(
             f"a lazy start of {config.lazy_start} iterations",
@@ -215,17 +212,6 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             ),
         )
     problems.report()
-
-
-def _check_whole_matrices(args: argparse.Namespace, config: PierConfig) -> None:
-    groups, replicas = config.groups // config.launches, args.data_parallel_size * args.context_parallel_size
-    is_sharded = args.use_distributed_optimizer and config.inner_optimizer == "adam"
-    if rule_class(config).takes_matrices and is_sharded and replicas > groups:
-        more = f", or use --pier-groups {replicas}" if args.context_parallel_size == 1 else ""
-        raise PierConfigError(
-            f"--pier-outer-rule {config.outer_rule} works on whole matrices, and --use-distributed-optimizer divides them over the "
-            f"{replicas} / {groups} = {replicas // groups} data-parallel ranks of a group. Drop --use-distributed-optimizer{more}."
-        )
 
 
 def refused(args: argparse.Namespace, config: Settings) -> list[str]:

@@ -111,30 +111,24 @@ class Nesterov(OuterRule):
 
 
 class Muon(Nesterov):
-    """Nesterov momentum, with the step of each matrix made orthogonal: docs/study.md.
+    """Nesterov momentum on mean pseudo-gradients whose matrices are made orthogonal: docs/study.md.
 
-    ``momentum = mu * momentum + delta`` as before. Where a parameter is a matrix, its step ``s = delta + mu * momentum`` becomes
-    ``1.5 |s| o / |o|`` with ``o`` the orthogonal matrix next to it, by five Newton-Schulz iterations, and Frobenius norms.
-    A tensor-parallel rank takes its part of a matrix for one, as Megatron's Muon does.
+    Where a parameter is a matrix, ``delta`` becomes ``2 |delta| o / |o|`` with ``o`` the orthogonal matrix next to it, by five
+    Newton-Schulz iterations, and Frobenius norms. A tensor-parallel rank takes its part of a matrix for one, as Megatron's Muon
+    can. The momentum warmup, whose pseudo-gradients are those of synchronous steps, takes them as they are.
     """
 
     takes_matrices: ClassVar[bool] = True
 
     def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step; see :meth:`OuterRule.update`."""
-        if self.eta == 0:
-            super().update(staged, is_alone)
-            return
-        step, momentum = staged.shared, staged.momentum
-        torch.add(step, momentum, alpha=self.mu, out=momentum)
-        step.add_(momentum, alpha=self.mu)
-        for matrix in staged.chunk.matrices(step):
+        for matrix in staged.chunk.matrices(staged.shared) if self.eta else ():
             matrix.copy_(orthogonalised(matrix))
-        staged.anchor.add_(step, alpha=-self.eta)
+        super().update(staged, is_alone=False)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix next to one, one and a half times as long as it; float32, of its shape."""
+    """The orthogonal matrix next to one, twice as long as it; float32, of its shape."""
     from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
     direction = newton_schulz(matrix, NEWTON_SCHULZ)

@@ -13,7 +13,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum, sum_over
 from pier_megatron.outer.memory import residuals_of
 from pier_megatron.outer.rules import common_names, rule_class
 from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
+from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards, matrix_in
 from pier_megatron.settings import flag_of
 
 
@@ -240,14 +240,8 @@ def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
                 "OuterLoop over Shards of what each rank holds of it, for example parameter.to_local()."
             )
     holders = group if group is not None and group.size() > 1 else None
-    matrices = [matrix_shape(parameter) for parameter in parameters]
+    matrices = [matrix_in(parameter, slice(0, parameter.numel())) for parameter in parameters]
     return Shards(parameters, is_counted=holders is None or holders.rank() == 0, holders=holders, matrices=matrices)
-
-
-def matrix_shape(parameter: Tensor) -> torch.Size | None:
-    """Returns the shape of a parameter that is a matrix to Megatron's Muon: no vector, embedding or output layer."""
-    is_at_the_ends = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return None if is_at_the_ends or parameter.dim() != 2 else parameter.shape
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

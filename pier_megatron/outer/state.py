@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import Codec
 
 ANCHOR, MOMENTUM, RESIDUAL, REDUCED = "anchor", "momentum", "residual", "reduced"
@@ -53,6 +52,40 @@ class Stored(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Where a matrix lies in a flat vector.
+
+    Attributes:
+        begin: Index of its first element.
+        shape: Its two dimensions.
+    """
+
+    begin: int
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        """Index behind its last element."""
+        return self.begin + self.shape.numel()
+
+    def behind(self, start: int) -> "Matrix":
+        """The same in a vector in which what it was found in begins at ``start``."""
+        return dataclasses.replace(self, begin=self.begin + start)
+
+
+def matrix_in(parameter: Tensor, stretch: slice) -> Matrix | None:
+    """Returns the rows of a parameter that lie whole in a stretch of it: what an outer rule for matrices takes for one.
+
+    None if there are none, or the parameter is no matrix to Megatron's Muon either: a vector, an embedding or an output layer.
+    """
+    if parameter.dim() != 2 or getattr(parameter, "is_embedding_or_output_parameter", False):
+        return None
+    columns = parameter.shape[1]
+    first, last = -(-stretch.start // columns), stretch.stop // columns
+    return Matrix(first * columns - stretch.start, torch.Size((last - first, columns))) if first < last else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Shards:
     """Main parameters that are treated alike.
 
@@ -66,8 +99,7 @@ class Shards:
             communicators of their own.
         holders: Ranks of the group that hold the same parameters at the same place, and exchange a part of them each; None if
             this rank exchanges all of them.
-        matrices: Shape of each of the tensors that is a matrix, whatever its own shape is, and None for each other one; empty
-            if there is none. An outer rule for matrices has them whole.
+        matrices: For each of the tensors the matrix in it, see :func:`matrix_in`; empty if there is none.
         is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
             routers. They are exchanged in the last fragment, and exactly.
         stored: How main parameters are read and written that are no FP32 tensors; None if they are.
@@ -80,7 +112,7 @@ class Shards:
     is_averaged: bool = False
     stored: Stored | None = None
     holders: dist.ProcessGroup | None = None
-    matrices: Sequence[torch.Size | None] = ()
+    matrices: "Sequence[Matrix | None]" = ()
 
     def whole(self) -> "Shards":
         """The same parameters without holders, for elastic islands, where the exchange of one rank may fail alone."""
@@ -119,7 +151,7 @@ class Chunk:
         fragment: int,
         shards: Shards,
         pieces: Sequence[tuple[Tensor, slice]],
-        matrices: Sequence[tuple[int, torch.Size]] = (),
+        matrices: "Sequence[Matrix]" = (),
     ) -> None:
         """Lays a chunk over consecutive pieces of the main parameters.
 
@@ -128,7 +160,7 @@ class Chunk:
             fragment: Index of the fragment that it belongs to.
             shards: What it is a stretch of.
             pieces: Tensors of the shards and stretches of them, flat.
-            matrices: Matrices that lie in it whole: where each begins in it, and its shape.
+            matrices: Matrices in it, which it does not cut.
         """
         self.start = start
         self._matrices = matrices
@@ -152,7 +184,7 @@ class Chunk:
 
     def matrices(self, vector: Tensor) -> Iterator[Tensor]:
         """The matrices in a vector of the chunk's shape, views of two dimensions; none without a rule for matrices."""
-        return (vector[begin : begin + shape.numel()].view(shape) for begin, shape in self._matrices)
+        return (vector[at.begin : at.end].view(at.shape) for at in self._matrices)
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""
@@ -224,7 +256,6 @@ class OuterState:
             cuts_matrices: Whether chunks and fragments may end inside a matrix.
 
         Raises:
-            PierConfigError: If a matrix that must not be cut is not whole on this rank.
             TypeError: If a tensor is not float32, and not stored in another form.
             ValueError: If a tensor is not contiguous.
         """
@@ -234,8 +265,6 @@ class OuterState:
                 raise TypeError(f"The outer optimizer works on FP32 main parameters, but one is {tensor.dtype}.")
             if not tensor.is_contiguous():
                 raise ValueError(f"The outer optimizer works on contiguous main parameters, but one has {tensor.stride()=}.")
-        if not cuts_matrices:
-            _check_whole(shards)
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
@@ -341,16 +370,6 @@ class OuterState:
         return torch.stack([*norms, torch.zeros((), device=self.device)]).isfinite().all()
 
 
-def _check_whole(shards: Sequence[Shards]) -> None:
-    for tensor, shape in (pair for alike in shards for pair in zip(alike.tensors, alike.matrices, strict=False)):
-        if shape is not None and tensor.numel() != shape.numel():
-            raise PierConfigError(
-                f"--pier-outer-rule works on whole matrices, and this rank has {tensor.numel():,} numbers of one of {shape[0]:,} x "
-                f"{shape[1]:,}: data-parallel ranks of a group share the optimizer's state. Drop --use-distributed-optimizer, or "
-                "use more --pier-groups, so that a group has one data-parallel rank."
-            )
-
-
 def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matrices: bool) -> list[Chunk]:
     untied = sum(tensor.numel() for alike in shards if not alike.come_last for tensor in alike.tensors)
     fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
@@ -359,8 +378,8 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matric
     for alike in shards:
         starts = list(itertools.accumulate((tensor.numel() for tensor in alike.tensors), initial=begin))
         end = starts[-1]
-        shapes = () if cuts_matrices else alike.matrices
-        matrices = [(start, shape) for start, shape in zip(starts, shapes, strict=False) if shape is not None]
+        found = zip(starts, () if cuts_matrices else alike.matrices, strict=False)
+        matrices = [matrix.behind(start) for start, matrix in found if matrix is not None]
         if alike.stored is not None and alike.stored.takes_whole:
             fragment_ends = [next((start for start in starts if start >= cut), cut) for cut in fragment_ends]
         fragment_ends = [_outside(cut, 0, matrices) for cut in fragment_ends]
@@ -372,22 +391,22 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matric
                 if low < stop and start < high
             ]
             fragment = fragments - 1 if alike.come_last else sum(start >= cut for cut in fragment_ends)
-            inside = [(low - start, shape) for low, shape in matrices if start <= low < stop]
+            inside = [matrix.behind(-start) for matrix in matrices if start <= matrix.begin < stop]
             chunks.append(Chunk(start, fragment, alike, pieces, inside))
         begin = end
     return chunks
 
 
-def _grid(begin: int, end: int, chunk_numel: int, matrices: Sequence[tuple[int, torch.Size]]) -> Iterator[int]:
-    """Where chunks begin: as long as asked for, but that a matrix is in one."""
+def _grid(begin: int, end: int, chunk_numel: int, matrices: Sequence[Matrix]) -> Iterator[int]:
+    """Where chunks begin: as long as asked for, but that none ends in a matrix."""
     while begin < end:
         yield begin
         begin = _outside(begin + chunk_numel, begin, matrices)
 
 
-def _outside(cut: int, begin: int, matrices: Sequence[tuple[int, torch.Size]]) -> int:
-    """The begin of the matrix that a cut would divide, or its end if nothing is left before it; the cut itself if there is none."""
-    for low, shape in matrices:
-        if low < cut < low + shape.numel():
-            return low if low > begin else low + shape.numel()
+def _outside(cut: int, after: int, matrices: Sequence[Matrix]) -> int:
+    """A cut that divides none of the matrices: before the one that it is in, if that is ``after`` something, or behind it."""
+    for matrix in matrices:
+        if matrix.begin < cut < matrix.end:
+            return matrix.begin if matrix.begin > after else matrix.end
     return cut

@@ -61,12 +61,41 @@ def train(
         "adam": lambda parameters: adamw(parameters, names),
         "muon": muon_reference.muon(names, adamw, LEARNING_RATE, WEIGHT_DECAY, muon_blocks),
     }[config.inner_optimizer]
+    block_of = gpt_reference.trainable(recorded.weights("matrices")) if config.outer_rule == "muon" else {}
     masks = None
     if config.fragments > 1:
         fragment_of = gpt_reference.trainable(recorded.weights("fragments"))
         masks = [[fragment_of[name] == fragment for name in names] for fragment in range(config.fragments)]
-    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD, masks, skipped=skipped)
+    final = reference.train(
+        list(initial.values()),
+        gradient,
+        inner_optimizer,
+        config,
+        CLIP_GRAD,
+        masks,
+        skipped=skipped,
+        matrices=lambda index, tensor: _blocks(tensor, block_of[names[index]]) if block_of else [],
+    )
     return dict(zip(names, final, strict=True))
+
+
+def blocks_of(recorded: Recorded) -> dict[str, list[Tensor]]:
+    """What the ranks of a run took for matrices, by the name of a parameter: the numbers of the blocks, as they lie in it."""
+    return {name: _blocks(numbers, numbers) for name, numbers in gpt_reference.trainable(recorded.weights("matrices")).items()}
+
+
+def _blocks(tensor: Tensor, numbers: Tensor) -> list[Tensor]:
+    """The parts of a tensor, or of a stack of matrices, in which ``numbers`` are the same, each a view of a rectangle."""
+    found = []
+    for number in numbers.unique().tolist():
+        if number < 0:
+            continue
+        places = (numbers == number).nonzero()
+        low, high = places.amin(0), places.amax(0) + 1
+        view = tensor[tuple(slice(*ends) for ends in zip(low.tolist(), high.tolist(), strict=True))]
+        assert view.numel() == len(places)
+        found.append(view[(0,) * (view.dim() - 2)])
+    return found
 
 
 def check_golden(name: str, run: Recorded, argv: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
@@ -154,6 +155,8 @@ class Recorder:
             self.save_weights("initial")
         if "fragments" in self.probes:
             self.save_fragments()
+        if "matrices" in self.probes:
+            self.save_matrices()
         if "start" in self.probes:
             self.record["start"] = {"main": self.flat_main_parameters(), "moments": self.flat_moments()}
         for name in ("anchor", "momentum"):
@@ -178,6 +181,15 @@ class Recorder:
             for chunk in state.chunks:
                 chunk.of(flat).fill_(chunk.fragment)
         self.save_shown("fragments", flats)
+
+    def save_matrices(self) -> None:
+        """Saves a model whose weights are numbers of the matrices of this rank that an outer rule sees, or -1."""
+        flats = [torch.full((state.numel,), -1.0) for state in self.optimizer.loop.states]
+        number = itertools.count(10_000 * dist.get_rank())
+        for state, flat in zip(self.optimizer.loop.states, flats, strict=True):
+            for matrix in (matrix for chunk in state.chunks for matrix in chunk.matrices(chunk.of(flat))):
+                matrix.fill_(next(number))
+        self.save_shown("matrices", flats)
 
     def save_shown(self, name: str, flats: list[torch.Tensor]) -> None:
         """Saves what the model would be with other main parameters."""

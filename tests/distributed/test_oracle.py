@@ -4,8 +4,10 @@ The reference shares no code with the distributed implementation below the sched
 and the outer step are written out in plain PyTorch.
 """
 
+import math
 from pathlib import Path
 
+import muon_reference
 import oracle
 import pytest
 from launch import Recorded, Run, launch
@@ -47,6 +49,15 @@ _EXCHANGES = {
     "overlapped by 2": {"overlap": 2, "train_iters": 11},
     "offloaded, 2 fragments overlapped by 1": {"offload": True, "fragments": 2, "overlap": 1},
 }
+# With orthogonal steps: settings, and the layout.
+_ORTHOGONAL = {
+    "TP 2": ({}, _LAYOUTS["TP 2"]),
+    "tied, 2 fragments overlapped by 2": ({"fragments": 2, "overlap": 2, "offload": True}, _LAYOUTS["PP 2"]),
+    "EP 2": ({}, _LAYOUTS["EP 2"]),
+    "inner DP 2": ({}, _LAYOUTS["inner DP 2"]),
+}
+# What tensor-parallel ranks divide.
+_DIVIDED = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 _SITES = {"groups": 4, "sites": 2, "site_interval": 1, "overlap": 1, "train_iters": 11}
 
 
@@ -56,6 +67,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     trainings.append(Run("diloco", f"{_SHORTER} --pier-preset diloco {_LAYOUTS['TP 2']}", _PROBES))
     trainings += [
         Run(name, f"{_flags(settings)} {_LAYOUTS['TP 2']}", [*_PROBES, "fragments"]) for name, settings in _EXCHANGES.items()
+    ]
+    trainings += [
+        Run(f"orthogonal, {name}", f"{_flags({'outer_rule': 'muon'} | settings)} {layout}", [*_PROBES, "fragments", "matrices"])
+        for name, (settings, layout) in _ORTHOGONAL.items()
     ]
     trainings.append(Run("sites", f"{_flags(_SITES)} {_LAYOUTS['inner DP 2']}", _PROBES))
     # Both copies of the tied embedding must take their outer step at the same time.
@@ -98,6 +113,33 @@ def test_another_preset_equals_the_reference(runs: dict[str, Recorded]) -> None:
 @pytest.mark.parametrize("exchange", _EXCHANGES)
 def test_exchange_equals_the_reference(runs: dict[str, Recorded], exchange: str) -> None:
     assert error(runs[exchange], **_EXCHANGES[exchange]) < _TOLERANCE
+
+
+@pytest.mark.parametrize("name", _ORTHOGONAL)
+def test_orthogonal_steps_equal_the_reference(runs: dict[str, Recorded], name: str) -> None:
+    settings, _ = _ORTHOGONAL[name]
+    # Newton-Schulz iterations magnify what is small.
+    assert error(runs[f"orthogonal, {name}"], outer_rule="muon", **settings) < 2 * _TOLERANCE
+
+
+@pytest.mark.parametrize("name", _ORTHOGONAL)
+def test_matrices_are_whole_but_for_what_ranks_divide(runs: dict[str, Recorded], name: str) -> None:
+    run = runs[f"orthogonal, {name}"]
+    numbers, found = oracle.gpt_reference.trainable(run.weights("matrices")), oracle.blocks_of(run)
+    assert not found["embedding.word_embeddings.weight"]
+    for parameter, blocks in found.items():
+        if not muon_reference.is_matrix(parameter, numbers[parameter]):
+            continue
+        *stack, _, columns = numbers[parameter].shape
+        matrices = math.prod(stack)
+        if name == "inner DP 2":
+            # Megatron divides its buffer in the middle, somewhere in a row.
+            assert {block.shape[1] for block in blocks} <= {columns}
+            assert matrices <= len(blocks) <= matrices + 1
+            assert (numbers[parameter] < 0).sum() in (0, columns)
+        elif "position" not in parameter:
+            assert len(blocks) == matrices * (2 if name == "TP 2" and parameter.endswith(_DIVIDED) else 1)
+            assert (numbers[parameter] >= 0).all()
 
 
 def test_sites_equal_the_reference(runs: dict[str, Recorded]) -> None:

@@ -31,8 +31,9 @@ from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.share import matrix_shape, moments_of
+from pier_megatron.outer.share import moments_of
 from pier_megatron.outer.staging import Staged
+from pier_megatron.outer.state import matrix_in
 
 WORLD = 4
 
@@ -152,7 +153,7 @@ class Rank:
             is_counted = inside is None or inside.rank() == 0
 
             def shards_of(tensors: list[Tensor], is_counted: bool, is_averaged: bool = False) -> Shards:
-                matrices = [*map(matrix_shape, tensors)]
+                matrices = [matrix_in(tensor, slice(0, tensor.numel())) for tensor in tensors]
                 return Shards(tensors, is_counted, is_averaged=is_averaged, holders=holders, matrices=matrices)
 
             shards = [shards_of(split, is_counted or not settings.copies), shards_of(copied[:last], is_counted)]

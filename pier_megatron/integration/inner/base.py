@@ -4,14 +4,12 @@ import abc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
-from pier_megatron.outer.share import matrix_shape
-from pier_megatron.outer.state import Stored
+from pier_megatron.outer.state import Matrix, Stored, matrix_in
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import StateDict
@@ -47,6 +45,10 @@ class InnerOptimizer(abc.ABC):
 
         The main parameter is an FP32 tensor, or what :attr:`stored` knows it by.
         """
+
+    def stretch(self, model: Tensor) -> slice:
+        """The part of one of the model's parameters, flat, that this rank steps."""
+        return slice(0, model.numel())
 
     @abc.abstractmethod
     def round_to_model(self) -> None:
@@ -86,12 +88,12 @@ class InnerOptimizer(abc.ABC):
         split: list[Tensor] = []
         copied: list[Tensor] = []
         tied: list[Tensor] = []
-        shape_of: dict[Tensor, torch.Size | None] = {}
+        matrix_of: dict[Tensor, Matrix | None] = {}
         is_counted_when_tied, is_expert = True, False
         is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
         for model, main in self.parameters():
             is_expert |= not getattr(model, "allreduce", True)
-            shape_of[main] = matrix_shape(model)
+            matrix_of[main] = matrix_in(model, self.stretch(model))
             if getattr(model, "shared_embedding", False):
                 tied.append(main)
                 is_counted_when_tied = is_not_shared(model)
@@ -107,7 +109,7 @@ class InnerOptimizer(abc.ABC):
         is_counted, holders = self.is_counted(is_expert), self.holders if self.copies > 1 else None
 
         def shards(tensors: list[Tensor], is_counted: bool, **kind: bool) -> Shards:
-            matrices = [shape_of[tensor] for tensor in tensors]
+            matrices = [matrix_of[tensor] for tensor in tensors]
             return Shards(tensors, is_counted, stored=self.stored, holders=holders, matrices=matrices, **kind)
 
         return [

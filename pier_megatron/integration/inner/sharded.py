@@ -36,6 +36,11 @@ class ShardedOptimizer(InnerOptimizer):
         ):
             yield from zip(itertools.chain(*models), itertools.chain(*mains), strict=True)
 
+    def stretch(self, model: Tensor) -> slice:
+        """The part of one of the model's parameters, flat, that this rank steps."""
+        own = self.optimizer._get_model_param_range_map(model)["param"]
+        return slice(own.start, own.end)
+
     def state_of(self, main: Tensor) -> dict[str, Tensor]:
         """The moments of one main parameter in FP32, by name, once it has stepped."""
         if not self.hands_out_copies:
