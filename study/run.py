@@ -136,7 +136,7 @@ class Study:
             *(("--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
-            *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap)),
+            *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap), "--pier-outer-rule", row.rule),
         ]
 
     def _done(self, row: Row) -> Path:
