@@ -93,8 +93,8 @@ def train(
                 moved = dict.fromkeys(good, wire.mean(moved, masks[exchange.fragment]))
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: moved[group][i] for group in good}
-                orthogonal = functools.partial(matrices, i) if config.outer_rule == "muon" else lambda step: []
-                nesterov = functools.partial(_nesterov, orthogonal)
+                of_matrices = functools.partial(matrices, i) if config.outer_rule == "muon" else _none
+                nesterov = functools.partial(_nesterov, of_matrices)
                 step = _mean_of_parameters if i in averaged else nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
@@ -235,6 +235,10 @@ _NEWTON_SCHULZ = (
 _State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
 
 
+def _none(tensor: Tensor) -> Sequence[Tensor]:
+    return ()
+
+
 def _nesterov(
     matrices: Callable[[Tensor], Sequence[Tensor]],
     config: PierConfig,
@@ -242,7 +246,10 @@ def _nesterov(
     states: Mapping[int, _State],
     own: Mapping[int, Tensor],
 ) -> dict[int, _State]:
-    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite; perhaps with its matrices made orthogonal."""
+    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite.
+
+    Its ``matrices`` are made orthogonal first, twice as long as they were.
+    """
     mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack(list(own.values())).mean(0)
     for matrix in matrices(delta):
@@ -257,7 +264,7 @@ def _nesterov(
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     """Nearly the orthogonal matrix next to one: singular values are mapped by odd polynomials towards 1, arXiv 2502.16982."""
-    x = matrix / matrix.norm().clamp(min=1e-7)
+    x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
     for a, b, c in _NEWTON_SCHULZ:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -74,6 +74,7 @@ class MuonOfDelta(Muon):
     """The same of each pseudo-gradient, before the momentum."""
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
         return self._orthogonalised(delta)
 
     def _direction(self, anchor: Tensor, nesterov: Tensor) -> Tensor:
@@ -105,6 +106,7 @@ class Adam(Nesterov):
         self._second, self._steps = torch.zeros(()), 0
 
     def step(self, anchor: Tensor, delta: Tensor, mu: float, eta: float) -> Tensor:
+        """See :meth:`Nesterov.step`."""
         self._steps += 1
         self._second = self._DECAY * self._second + (1 - self._DECAY) * delta.square()
         self.momentum = mu * self.momentum + delta
@@ -136,6 +138,7 @@ class ScheduleFree(Nesterov):
         self._mean, self._steps = torch.zeros(()), 0
 
     def step(self, anchor: Tensor, delta: Tensor, mu: float, eta: float) -> Tensor:
+        """See :meth:`Nesterov.step`."""
         if self._fast is None:
             self._fast, self._mean = anchor, anchor
         self._steps += 1
@@ -157,6 +160,7 @@ class Agreement(Nesterov):
         self._usual: list[Tensor] = []
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
         number = itertools.count()
 
         def scaled(rows: Tensor, delta: Tensor) -> Tensor:
@@ -178,6 +182,7 @@ class ElementAgreement(Nesterov):
     """
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
         share = _signal(rows.square().mean(1), delta.square(), rows.shape[1]).clamp(0, 1)
         return delta * (self._rate + (1 - self._rate) * share)
 
@@ -186,6 +191,7 @@ class SignAgreement(Nesterov):
     """Where fewer groups than all go one way, the pseudo-gradient times ``rate``, from unanimity down to a tie."""
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
         agreement = rows.sign().mean(1).abs()
         return delta * (self._rate + (1 - self._rate) * agreement)
 
@@ -204,6 +210,7 @@ class Restored(Nesterov):
         self._own, self._of_mean, self._steps = torch.zeros(()), torch.zeros(()), 0
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
         self._own = torch.lerp(self._sizes(rows.square().mean(1)), self._own.expand_as(delta), self._DECAY)
         self._of_mean = torch.lerp(self._sizes(delta.square()), self._of_mean.expand_as(delta), self._DECAY)
         restored = delta * ((self._own + _EPSILON) / (self._of_mean + _EPSILON)) ** (self._rate / 2)

@@ -136,7 +136,8 @@ class Study:
             *(("--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
-            *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap), "--pier-outer-rule", row.rule),
+            *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap)),
+            *(("--pier-outer-rule", row.rule) if row.rule != Row.rule else ()),
         ]
 
     def _done(self, row: Row) -> Path:

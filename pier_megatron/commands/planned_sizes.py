@@ -10,6 +10,7 @@ from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.inner.requirements import are_shared_out, keeps_halves, keeps_main_parameters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
+from pier_megatron.outer.rules import rule_class
 
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
@@ -123,7 +124,15 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     # As if fragments could end anywhere: where they end between parameters, they are about as large.
     stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
     own_experts = -(-apart // owners(args, of_experts=True))
-    return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts, *holders)
+    matrix = _largest_matrix(args) if rule_class(config).takes_matrices else 0
+    return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts, holders[0], holders[1], matrix)
+
+
+def _largest_matrix(args: argparse.Namespace) -> int:
+    """Elements of the largest matrix that a rank holds of a layer: of the attention, or of what comes behind it."""
+    of_attention = (args.num_attention_heads + 2 * (args.num_query_groups or args.num_attention_heads)) * args.kv_channels
+    wide = max(args.ffn_hidden_size, (args.moe_ffn_hidden_size or 0) if args.num_experts else 0) * (2 if args.swiglu else 1)
+    return int(args.hidden_size * max(of_attention, wide) // args.tensor_model_parallel_size)
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:

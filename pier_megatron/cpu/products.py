@@ -28,7 +28,7 @@ def install() -> None:
 def slow_dtypes() -> frozenset[torch.dtype]:
     """The types of low precision for which PyTorch finds no kernel of oneDNN on this CPU, and takes its slow loops.
 
-    It is a property of the CPU, asked as PyTorch asks, and never measured: of two ranks on one node, or a job and its resume, one
+    It is a property of the CPU, asked as PyTorch asks, and not measured: of two ranks on one node, or a job and its resume, one
     might then compute in FP32 and the other not, and bits would depend on what else the machine does.
     """
     asked = torch.ops.mkldnn

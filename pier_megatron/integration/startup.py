@@ -12,9 +12,9 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, residuals_of, wire_of, work_bytes
-from pier_megatron.outer.rules import common_names
-from pier_megatron.outer.state import ANCHOR, OuterState, Stored
+from pier_megatron.outer.memory import ORTHOGONAL, STORED, bytes_of_outer_step, host_bytes, residuals_of, wire_of, work_bytes
+from pier_megatron.outer.rules import common_names, rule_class
+from pier_megatron.outer.state import ANCHOR, Matrix, OuterState, Stored
 from pier_megatron.values import folder_to_write, is_in_object_store
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
@@ -157,6 +157,7 @@ class Takes:
         experts: int = 0,
         holders: int = 1,
         holders_of_experts: int = 1,
+        matrix: int = 0,
     ) -> "Takes":
         """Counts what a rank will hold, without allocating it.
 
@@ -169,31 +170,35 @@ class Takes:
             experts: Number of parameters of routed experts, which an optimizer of their own steps.
             holders: Number of ranks that hold all of them and exchange a part each.
             holders_of_experts: Likewise of routed experts.
+            matrix: Number of elements of the largest matrix, where the outer rule takes matrices.
         """
         # They have a size, and do not talk.
         ranks, of_experts = (dist.ProcessGroup(0, size) for size in (holders, holders_of_experts))  # type: ignore[call-arg]
-        split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
-        of_optimizers = [
-            [
-                Shards(split, stored=stored, holders=ranks),
-                Shards(copied, is_copied=copies, stored=stored, holders=ranks),
-                Shards(tied, is_tied=True, stored=stored, holders=ranks),
-            ]
-        ]
+
+        def shards(numel: int, holders: dist.ProcessGroup, **kind: bool) -> Shards:
+            # As if all matrices were as large.
+            sizes = [*[matrix] * (numel // matrix), numel % matrix] if matrix else [numel]
+            tensors = [torch.empty(size, device="meta") for size in sizes if size]
+            matrices = [Matrix(0, torch.Size((len(tensor), 1))) for tensor in tensors if matrix]
+            return Shards(tensors, stored=stored, holders=holders, matrices=matrices, **kind)
+
+        split, copied, tied = owned
+        of_optimizers = [[shards(split, ranks), shards(copied, ranks, is_copied=copies), shards(tied, ranks, is_tied=True)]]
         if experts:
-            of_optimizers.append([Shards([torch.empty(experts, device="meta")], stored=stored, holders=of_experts)])
+            of_optimizers.append([shards(experts, of_experts)])
         segment_numel, residuals = residuals_of(config, config.lighthouse is not None)
         states = [
             OuterState(
-                shards,
+                of_optimizer,
                 chunk_numel=config.chunk_numel_on(device_type),
                 fragments=config.fragments,
                 device=torch.device("meta"),
                 common=common_names(config),
                 segment_numel=segment_numel,
                 residuals=residuals,
+                cuts_matrices=not rule_class(config).takes_matrices,
             )
-            for shards in of_optimizers
+            for of_optimizer in of_optimizers
         ]
         return cls.of(config, states, device_type)
 
@@ -284,7 +289,9 @@ def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     longest = [max((chunk.numel for chunk in state.chunks), default=0) for state in states]
     coding = max(map(wire_of(config).coding_bytes, longest), default=0)
     stored = (chunk.numel for state in states for chunk in state.chunks if chunk.shards.stored is not None)
-    return work_bytes(config, longest, [state.in_fragments for state in states]) + coding + STORED * max(stored, default=0)
+    matrices = (numel for state in states for chunk in state.chunks for numel in chunk.matrix_sizes)
+    own = STORED * max(stored, default=0) + ORTHOGONAL * max(matrices, default=0)
+    return work_bytes(config, longest, [state.in_fragments for state in states]) + coding + own
 
 
 def schedule(config: PierConfig) -> list[str]:

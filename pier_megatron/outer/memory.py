@@ -15,6 +15,9 @@ _FP32 = 4
 STORED = 2 * _FP32
 """Bytes of device memory for each element of a chunk of main parameters that are read and written by way of copies."""
 
+ORTHOGONAL = 4 * _FP32
+"""Bytes of device memory for each element of a matrix that an outer rule makes orthogonal: its iterations' copies."""
+
 PIPELINE_DEPTH = 4
 """Chunks on their way at once where everything is waited for: one is subtracted, two are on the wire, one is updated."""
 

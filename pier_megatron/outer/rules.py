@@ -131,8 +131,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     """The orthogonal matrix next to one, twice as long as it; float32, of its shape."""
     from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
-    direction = newton_schulz(matrix, NEWTON_SCHULZ)
-    return direction * (MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    direction: Tensor = newton_schulz(matrix, NEWTON_SCHULZ)
+    return direction.mul_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 class NoLoCo(OuterRule):

@@ -112,7 +112,7 @@ class Shards:
     is_averaged: bool = False
     stored: Stored | None = None
     holders: dist.ProcessGroup | None = None
-    matrices: "Sequence[Matrix | None]" = ()
+    matrices: Sequence[Matrix | None] = ()
 
     def whole(self) -> "Shards":
         """The same parameters without holders, for elastic islands, where the exchange of one rank may fail alone."""
@@ -151,7 +151,7 @@ class Chunk:
         fragment: int,
         shards: Shards,
         pieces: Sequence[tuple[Tensor, slice]],
-        matrices: "Sequence[Matrix]" = (),
+        matrices: Sequence[Matrix] = (),
     ) -> None:
         """Lays a chunk over consecutive pieces of the main parameters.
 
@@ -185,6 +185,11 @@ class Chunk:
     def matrices(self, vector: Tensor) -> Iterator[Tensor]:
         """The matrices in a vector of the chunk's shape, views of two dimensions; none without a rule for matrices."""
         return (vector[at.begin : at.end].view(at.shape) for at in self._matrices)
+
+    @property
+    def matrix_sizes(self) -> list[int]:
+        """Numbers of their elements."""
+        return [at.shape.numel() for at in self._matrices]
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""

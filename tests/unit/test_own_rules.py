@@ -11,13 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.startup import Takes
-from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Snapshot
+from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot
+from pier_megatron.outer.state import OuterState, matrix_in
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -252,6 +255,66 @@ def test_the_rule_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.Monke
     loop = _Run(_config(outer_rule="my_rules:HeavyBall", outer_lr=0.7, outer_momentum=0.0)).train(12).loop
     built_in = _Run(_config(outer_lr=0.7, outer_momentum=0.0)).train(12).loop
     torch.testing.assert_close(loop.states[0].anchor, built_in.states[0].anchor, rtol=1e-6, atol=1e-6)
+
+
+def test_orthogonal_steps_need_their_package() -> None:
+    with (
+        mock.patch("importlib.util.find_spec", return_value=None),
+        pytest.raises(PierConfigError, match=r"--pier-outer-rule muon needs the package emerging-optimizers.*\[muon\]"),
+    ):
+        _Run(_config(outer_rule="muon"))
+
+
+def test_another_rule_is_another_run() -> None:
+    snapshot = _Run(_config()).train(9).loop.snapshot()
+    with pytest.raises(PierConfigError, match="whose outer steps are nesterov's, and this loop's are muon's"):
+        _Run(_config(outer_rule="muon")).loop.restore(snapshot)
+    # The default by its name.
+    _Run(_config(outer_rule="nesterov")).loop.restore(snapshot)
+
+
+def test_orthogonal_memory_is_in_what_is_planned() -> None:
+    config = _config(outer_rule="muon", groups=2)
+    taken = {matrix: Takes.planned(config, (10 * 600, 0, 0), False, "cpu", matrix=matrix).work for matrix in (600, 60)}
+    # Chunks of four elements, but that a matrix is in one; six of them, with two vectors each, and copies of one matrix.
+    assert taken == {matrix: 4 * matrix * (6 * 2 + 4) for matrix in taken}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stretch", "begin", "found"),
+    [
+        ((6, 4), (0, 24), 0, (6, 4)),
+        ((6, 4), (3, 22), 1, (4, 4)),
+        ((6, 4), (8, 16), 0, (2, 4)),
+        ((6, 4), (5, 7), None, None),
+        ((6, 4), (5, 11), None, None),
+        ((24,), (0, 24), None, None),
+        ((2, 3, 4), (0, 24), None, None),
+    ],
+)
+def test_whole_rows_of_a_stretch_are_a_matrix(
+    shape: tuple[int, ...], stretch: tuple[int, int], begin: int | None, found: tuple[int, int] | None
+) -> None:
+    matrix = matrix_in(torch.zeros(shape), slice(*stretch))
+    assert (None if matrix is None else (matrix.begin, tuple(matrix.shape))) == (None if found is None else (begin, found))
+    at_the_ends = torch.nn.Parameter(torch.zeros(shape))
+    at_the_ends.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+    assert matrix_in(at_the_ends, slice(*stretch)) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 40))
+def test_chunks_and_fragments_divide_no_matrix(shapes: list[tuple[int, int]], fragments: int, chunk_numel: int) -> None:
+    tensors = [tensor for shape in shapes for tensor in (torch.zeros(shape), torch.zeros(shape[0]))]
+    matrices = [matrix_in(tensor, slice(0, tensor.numel())) for tensor in tensors]
+    state = OuterState([Shards(tensors, matrices=matrices)], chunk_numel, fragments, cuts_matrices=False)
+    numbers = torch.arange(1.0, state.numel + 1)
+    for matrix in (matrix for chunk in state.chunks for matrix in chunk.matrices(chunk.of(numbers))):
+        matrix.neg_()
+    for (_, at), found in zip(state.slices(), matrices, strict=True):
+        assert (numbers[at] < 0).all() == (found is not None)
+    assert sum(chunk.numel for chunk in state.chunks) == state.numel
+    longest = max(chunk_numel, max(tensor.numel() for tensor in tensors))
+    assert all(0 < chunk.numel <= longest for chunk in state.chunks)
 
 
 def test_pairs_are_refused() -> None:
