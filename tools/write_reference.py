@@ -34,7 +34,7 @@ _MARK = re.compile(r"(<!-- generated: (?!end)(.+?) -->\n).*?(<!-- generated: end
 _TEXTS: dict[Callable[..., Any], str] = {
     values.any_path: "path",
     values.function_name: "function in a module",
-    values.class_name: "class in a module",
+    values.outer_rule: "rule, or class in a module",
     values.address: "IP address or host name",
     values.url: "`http://ADDRESS:PORT`",
     values.numbers: "whole numbers separated by commas",
