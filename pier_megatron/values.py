@@ -151,11 +151,11 @@ OUTER_RULES = ("nesterov", "muon")
 
 def outer_rule(text: str) -> str:
     """One of these, or a class in a module, as ``my_rules:HeavyBall``."""
-    return (
-        text
-        if text in OUTER_RULES
-        else _in_module(text, f"a class in it, such as my_rules:HeavyBall, nor one of {', '.join(OUTER_RULES)}")
-    )
+    if text in OUTER_RULES:
+        return text
+    if ":" not in text:
+        raise _refusal(text, f"neither {' nor '.join(OUTER_RULES)}, nor a class{suggestion(text, OUTER_RULES)}")
+    return _in_module(text, "a class in it, such as my_rules:HeavyBall")
 
 
 def _in_module(text: str, what: str) -> str:

@@ -28,7 +28,7 @@ _LAYOUTS = {
 # Kinds of run: what is trained, and with which fault.
 _KINDS = {
     "bf16": ("--bf16 ", []),
-    "hidden exchange": ("--bf16 " + _HIDDEN, []),
+    "hidden exchange": ("--bf16 --pier-outer-rule muon " + _HIDDEN, []),
     "fp16": (_FP16, ["overflow in group 1 at 5 and 6"]),
 }
 # Each kind and each layout, with the iterations after which it is stopped: in the lazy start, at the switch, between outer

@@ -1,0 +1,174 @@
+"""The search for a better outer step: ``python study/search.py > study/search.md``; ``--train`` trains what is missing.
+
+Six families, simulated with AdamW inside, eight groups and H = 20. Seeds 1 to 3 chose, 11 to 13 were not looked at before.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from long_runs import spread
+from records import Survey
+from rows import ITERATIONS, MUON, SYNCHRONOUS
+from simulation import Run
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+CHOSEN_ON, REPORTED_ON = (1, 2, 3), (11, 12, 13)
+_replace = dataclasses.replace
+
+BASE = Run("pier-annealed")
+"""The plugin's best rule of before."""
+
+_STEP = _replace(BASE, rule="muon")
+_INSIDE = _replace(BASE, rule="muon inside")
+_EACH = _replace(BASE, rule="muon of each")
+_EACH_INSIDE = _replace(BASE, rule="muon of each inside")
+
+WINNER = _replace(_EACH_INSIDE, rule_rate=2.0)
+"""``--pier-outer-rule muon``."""
+
+_MUON_INSIDE = Run("pier-muon-annealed", inner=MUON)
+_LONGER = {"iterations": 2400}
+_WIDER = {"width": 128, "learning_rate": 4e-3}
+_TWO_BITS = {"dtype": "int2", "sum_dtype": "int2"}
+_LATE = _replace(BASE, overlap=10)
+
+FAMILIES: Mapping[str, Mapping[str, Run]] = {
+    "Before": {
+        "`pier-annealed`": BASE,
+        "the same, half the learning rate": _replace(BASE, learning_rate=4e-3),
+        "the same, twice the learning rate": _replace(BASE, learning_rate=1.6e-2),
+    },
+    "Inner moments at outer steps": {
+        "the mean of second moments": _replace(BASE, moments="second"),
+        "the mean of both moments (local Adam)": _replace(BASE, moments="both"),
+        "both, the second with the noise of a mean over 8 groups": _replace(BASE, moments="denoised", moments_groups=8),
+        "both, the second with the noise of a mean over 2 groups": _replace(BASE, moments="denoised", moments_groups=2),
+    },
+    "Rules": {
+        "Nesterov's step made orthogonal, all matrices": _STEP,
+        "the same, 1.5 times as long": _replace(_STEP, rule_rate=1.5),
+        "the same, twice as long": _replace(_STEP, rule_rate=2.0),
+        "the same, three times as long": _replace(_STEP, rule_rate=3.0),
+        "the same, twice as long, but for embeddings": _replace(_INSIDE, rule_rate=2.0),
+        "each pseudo-gradient made orthogonal, all matrices": _EACH,
+        "the same, 1.5 times as long ": _replace(_EACH, rule_rate=1.5),
+        "the same, twice as long ": _replace(_EACH, rule_rate=2.0),
+        "**the same, twice as long, but for embeddings: `--pier-outer-rule muon`**": WINNER,
+        "the same, three times as long, but for embeddings": _replace(WINNER, rule_rate=3.0),
+        "Adam's direction, as long as Nesterov's step": _replace(BASE, rule="adam"),
+        "as long as a fifth of the weights (trust ratio)": _replace(BASE, rule="trust", rule_rate=0.2),
+        "schedule-free": _replace(BASE, rule="schedule-free", rule_rate=1.5),
+        "a tensor's step by how much groups agree": _replace(BASE, rule="agreement"),
+        "a number's step by how much groups agree": _replace(BASE, rule="element agreement", rule_rate=0.5),
+        "a number's step by how many signs agree": _replace(BASE, rule="sign agreement", rule_rate=0.5),
+        "a number's step as long as groups' own, where their mean is small": _replace(BASE, rule="restored"),
+        "a tensor's step as long as groups' own": _replace(BASE, rule="restored tensor"),
+    },
+    "Mixing at a delayed apply, after 10 iterations": {
+        "result plus progress": _LATE,
+        "half own weights, half new anchor (torchft's alpha)": _replace(_LATE, mixing=0.5),
+        "the new anchor alone": _replace(_LATE, mixing=0.0),
+    },
+    "Intervals, as many outer steps": {
+        "from H / 2 to 3 H / 2": _replace(BASE, intervals="rising"),
+        "from 3 H / 2 to H / 2": _replace(BASE, intervals="falling"),
+        "by signal over noise of pseudo-gradients": _replace(BASE, intervals="by noise"),
+    },
+    "Four fragments": {
+        "in turn": _replace(BASE, fragments=4),
+        "that which has moved most": _replace(BASE, fragments=4, by_change=True),
+    },
+    "The winner with other settings": {
+        "one group": _replace(WINNER, groups=1),
+        "`int2`": _replace(WINNER, **_TWO_BITS),
+        "`int2`, H = 10": _replace(WINNER, **_TWO_BITS, interval=10),
+        "overlap 20": _replace(WINNER, overlap=20),
+        "H = 50": _replace(WINNER, interval=50),
+        "`pier`": _replace(WINNER, method="pier"),
+        "`diloco`": _replace(WINNER, method="diloco"),
+        "`local-sgd`": _replace(WINNER, method="local-sgd"),
+        "half the learning rate": _replace(WINNER, learning_rate=4e-3),
+        "twice the learning rate": _replace(WINNER, learning_rate=1.6e-2),
+        "and the mean of both moments": _replace(WINNER, moments="both"),
+        "and both moments, the second with the noise of 2 groups": _replace(WINNER, moments="denoised", moments_groups=2),
+    },
+    "Other set-ups": {
+        "4 groups, `pier-annealed`": _replace(BASE, groups=4),
+        "4 groups, the winner": _replace(WINNER, groups=4),
+        "2400 iterations, `pier-annealed`": _replace(BASE, **_LONGER),
+        "2400 iterations, the winner": _replace(WINNER, **_LONGER),
+        "width 128, `pier-annealed`": _replace(BASE, **_WIDER),
+        "width 128, the winner": _replace(WINNER, **_WIDER),
+        "Muon inside, `pier-muon-annealed`": _MUON_INSIDE,
+        "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule, rule_rate=2.0),
+        "Muon inside, the winner, as long as before": _replace(_MUON_INSIDE, rule=WINNER.rule),
+    },
+}
+
+_HEAD = f"""# The search for a better outer step
+
+Simulated as in [Bytes against loss](../docs/frontier.md): AdamW inside, 8 groups, H = 20, {ITERATIONS} iterations of 64
+sequences, width 64, `pier-annealed`, each with what a row changes. Gap: final loss above synchronous training with the
+same inner optimizer at its best rate, nats per byte; mean ± standard deviation where several seeds were trained. Seeds 1 to 3
+chose; 11 to 13 were not looked at before. One training takes a minute of a core, `python study/search.py --train` all of
+them. What averages of the last anchors bring is in [survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
+"""
+
+
+def synchronous(run: Run) -> Run:
+    """What a run is compared with."""
+    alike = {name: getattr(run, name) for name in ("seed", "iterations", "width", "inner")}
+    return Run(SYNCHRONOUS, learning_rate=4e-3 if run.width == 128 else 8e-3, **alike)
+
+
+class Gaps:
+    """Gaps of trained runs."""
+
+    def __init__(self, *surveys: Survey) -> None:
+        """Takes all of the surveys; the first one that has a run says."""
+        self._outcomes = {run: outcome for survey in reversed(surveys) for run, outcome in survey.items()}
+
+    def of(self, run: Run, seeds: Iterable[int]) -> list[float]:
+        """Those of a run with some of these seeds, as far as they have been trained."""
+        each = [(seeded, synchronous(seeded)) for seeded in (_replace(run, seed=seed) for seed in seeds)]
+        found = [pair for pair in each if all(one in self._outcomes for one in pair)]
+        return [self._outcomes[seeded].final - self._outcomes[baseline].final for seeded, baseline in found]
+
+
+def gaps() -> Gaps:
+    """Those in the records."""
+    return Gaps(*(Survey(_DOCS / f"{name}.jsonl", Path("none")) for name in ("search", "frontier", "survey")))
+
+
+def page() -> str:
+    """The page."""
+    found, lines = gaps(), [_HEAD]
+    for title, rows in FAMILIES.items():
+        lines += [f"## {title}", "", "| tried | gap | gap, seeds 11 to 13 |", "|---|---|---|"]
+        for what, run in rows.items():
+            chosen, reported = (found.of(run, seeds) for seeds in (CHOSEN_ON, REPORTED_ON))
+            cells = [spread(values, "+") if values else "" for values in (chosen, reported)]
+            lines.append(f"| {what.strip()} | {' | '.join(cells)} |".replace("|  |", "| |"))
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    """Prints the page, after training what is missing if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train what is missing: hours")
+    parser.add_argument("--processes", type=int, help="runs trained at a time (as many as there are processors)")
+    parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
+    options = parser.parse_args()
+    if options.train:
+        survey = Survey(_DOCS / "search.jsonl", options.corpus.resolve(), options.processes, is_brief=True)
+        first = [run for rows in FAMILIES.values() for run in rows.values()]
+        again = [_replace(run, seed=seed) for run in (BASE, WINNER) for seed in (*CHOSEN_ON, *REPORTED_ON)]
+        survey.train(each for run in (*first, *again) for each in (run, synchronous(run)))
+    print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()
