@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simulation
 import together
 import torch
 from rows import ADAM, MUON, SYNCHRONOUS
+from search import WINNER
 from simulation import Inner, Run, train
-from small_gpt import SEQUENCE, Parameters, Text, initial, losses
+from small_gpt import MATRIX, SEQUENCE, Parameters, Text, initial, losses
 from together import train_together
 from torch import Tensor
 
@@ -65,12 +67,20 @@ def referenced(run: Run, text: Text) -> float:
         preset=run.method,
         lazy_start_fraction=run.lazy_start,
         overlap=run.overlap,
+        outer_rule="muon" if run.rule == WINNER.rule else None,
+        fragments=run.fragments,
     )
     if run.sites > 1:
         # The simulation names the averages inside a site first, the plugin the outer steps between sites.
         levels = {"sync_interval": run.site_interval, "preset": run.site_method, "site_interval": run.interval}
         config = dataclasses.replace(config, sites=run.sites, **levels)
-    trained = reference.train([value[0] for value in start.values()], gradient, InnerOfOneGroup, config)
+    trained = reference.train(
+        [value[0] for value in start.values()],
+        gradient,
+        InnerOfOneGroup,
+        config,
+        matrices=lambda index, tensor: [tensor] if list(start)[index].endswith(MATRIX) else [],
+    )
     with torch.no_grad():
         return losses(named(trained), text.validation).item()
 
@@ -94,6 +104,50 @@ def test_sites_train_as_the_reference_says(inner: str, text: Text) -> None:
     found = train(sites, text).final
     assert found == pytest.approx(referenced(sites, text), rel=2e-5)
     assert abs(found - train(run, text).final) > 1e-4
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_orthogonal_steps_are_those_of_the_reference(overlap: int, text: Text) -> None:
+    usual = dataclasses.replace(_RUN, overlap=overlap)
+    run = dataclasses.replace(usual, rule=WINNER.rule, rule_rate=WINNER.rule_rate)
+    found = train(run, text).final
+    assert found == pytest.approx(referenced(run, text), rel=2e-5)
+    assert abs(found - train(usual, text).final) > 1e-3
+
+
+def test_moments_are_averaged_when_they_are_due() -> None:
+    parameters = initial(1, 16, 1)
+    inner = Inner(dataclasses.replace(_RUN, moments="denoised", moments_groups=2, moments_interval=2), parameters)
+    inner.change(lambda moment: torch.rand(2, *moment.shape[1:], generator=torch.Generator().manual_seed(moment.numel())))
+    inner._steps = 5
+    moments = [value.clone() for state in (inner._first, inner._second) for value in (state["tokens"],)]
+    inner.share(1)
+    assert torch.equal(inner._second["tokens"], moments[1])
+    inner.share(2)
+    first = moments[0].mean(0)
+    signal = (first / (1 - 0.9**5)) ** 2 * (1 - 0.99**5)
+    second = moments[1].mean(0)
+    torch.testing.assert_close(inner._second["tokens"], (signal + (second - signal).clamp(min=0) / 2).expand(2, -1, -1))
+    assert torch.equal(inner._first["tokens"][0], inner._first["tokens"][1])
+
+
+@pytest.mark.parametrize(("intervals", "expected"), [("rising", [1, 3, 5, 8]), ("falling", [3, 5, 7, 8])])
+def test_unequal_intervals_have_as_many_outer_steps(intervals: str, expected: list[int], text: Text) -> None:
+    run = dataclasses.replace(_RUN, intervals=intervals, lazy_start=0.2)
+    due = [iteration - 2 for iteration in range(1, 11) if simulation.Timetable(run, simulation.config_of(run)).due(iteration)]
+    assert due == expected
+
+
+def test_fragments_step_in_turn_or_by_what_has_moved(text: Text) -> None:
+    longer = dataclasses.replace(_RUN, interval=4, iterations=24, lazy_start=1 / 6)
+    whole, turn, moved = (
+        train(
+            dataclasses.replace(_RUN, interval=4, iterations=24, lazy_start=1 / 6, fragments=fragments, by_change=by_change),
+            text,
+        )
+        for fragments, by_change in ((1, False), (2, False), (2, True))
+    )
+    assert len({round(outcome.final, 6) for outcome in (whole, turn, moved)}) == 3
 
 
 def test_groups_need_not_end_where_one_does(text: Text) -> None:

@@ -5,12 +5,14 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import long_runs
 import published
 import pytest
+import search
 import tried
 from frontier import Points, bits
 from frontier_runs import coded, short, small
@@ -91,6 +93,32 @@ def test_study_by_number_of_groups() -> None:
             len([*config.outer_steps()]),
             f"{config.lazy_start / ITERATIONS:.0%}".replace("%", " %"),
         )
+
+
+def test_study_of_orthogonal_steps() -> None:
+    found = search.gaps()
+
+    def simulated(run: Run, seeds: Sequence[int] = search.CHOSEN_ON) -> str:
+        return spread(found.of(run, seeds))
+
+    changes = ({}, {"interval": 10, "dtype": "int2", "sum_dtype": "int2"}, {"interval": 50}, {"groups": 4})
+    lines = [[simulated(dataclasses.replace(run, **changed)) for run in (search.BASE, search.WINNER)] for changed in changes]
+    lines[0] += [simulated(search.WINNER, search.REPORTED_ON), spread(gaps("pier-annealed", groups=8, rule=MUON))]
+    shown = table("study", "| groups | H | exchange | pier-annealed | with")
+    assert [[cell for cell in row[3:] if cell] for row in shown] == lines
+    assert [row[:3] for row in shown] == [["8", "20", "fp32"], ["8", "10", "int2"], ["8", "50", "fp32"], ["4", "20", "fp32"]]
+    one = dataclasses.replace(search.WINNER, groups=1)
+    text = " ".join(page("study").split())
+    assert f"one group ends {simulated(one).removeprefix('-')} below synchronous AdamW" in text
+    inside = [
+        search.FAMILIES["Other set-ups"][f"Muon inside, {name}"]
+        for name in ("the winner, as long as before", "pier-muon-annealed")
+    ]
+    assert "it gains nothing ({} against {})".format(*map(simulated, inside)) in text
+
+
+def test_search_is_in_the_records() -> None:
+    assert (_REPOSITORY / "study" / "search.md").read_text() == search.page()
 
 
 def test_study_with_muon_inside() -> None:
