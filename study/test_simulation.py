@@ -141,10 +141,7 @@ def test_unequal_intervals_have_as_many_outer_steps(intervals: str, expected: li
 def test_fragments_step_in_turn_or_by_what_has_moved(text: Text) -> None:
     longer = dataclasses.replace(_RUN, interval=4, iterations=24, lazy_start=1 / 6)
     whole, turn, moved = (
-        train(
-            dataclasses.replace(_RUN, interval=4, iterations=24, lazy_start=1 / 6, fragments=fragments, by_change=by_change),
-            text,
-        )
+        train(dataclasses.replace(longer, fragments=fragments, by_change=by_change), text)
         for fragments, by_change in ((1, False), (2, False), (2, True))
     )
     assert len({round(outcome.final, 6) for outcome in (whole, turn, moved)}) == 3
