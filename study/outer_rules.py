@@ -71,7 +71,7 @@ class Muon(Nesterov):
 
 
 class MuonOfDelta(Muon):
-    """The same of each pseudo-gradient, before the momentum."""
+    """Matrices of each pseudo-gradient become orthogonal, before the momentum."""
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
         """See :meth:`Nesterov.seen`."""
@@ -82,13 +82,13 @@ class MuonOfDelta(Muon):
 
 
 class MuonInside(Muon):
-    """The first one, but for embeddings, which step as they did."""
+    """Like :class:`Muon`, except embeddings, which step as they did."""
 
     with_embeddings = False
 
 
 class MuonOfDeltaInside(MuonOfDelta):
-    """The second one, but for embeddings."""
+    """Like :class:`MuonOfDelta`, except embeddings."""
 
     with_embeddings = False
 
@@ -150,7 +150,7 @@ class ScheduleFree(Nesterov):
 class Agreement(Nesterov):
     """Each tensor's pseudo-gradient times how much groups agree, over how much they did on the way; ``rate`` is the power.
 
-    What they agree on is the part of their mean square that is not expected of groups that move at random.
+    Groups that move at random have a mean square, too; what exceeds it is what they agree on.
     """
 
     _DECAY = 0.9
@@ -236,7 +236,7 @@ def _signal(square: Tensor, square_of_mean: Tensor, groups: int) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Of each participant's tensor, of a shape that multiplies it."""
+    """Norms of each participant's tensor, of a shape that multiplies it."""
     return tensor.flatten(1).norm(dim=1).view(-1, *[1] * (tensor.dim() - 1))
 
 

@@ -65,7 +65,7 @@ class Run:
         site_method: Preset of the outer schedule between sites; ``method`` is that inside them.
         site_dtype: What a site's pseudo-gradient and the sum are sent as between sites, with error feedback.
         rule: What the outer step does: a name in :data:`outer_rules.RULES`.
-        rule_rate: That rule's own number.
+        rule_rate: Number that is the rule's own.
         moments: AdamW's moments that are averaged in outer steps: "", "second", or "both"; "denoised" for both, after which the
             second has the noise of a mean over ``moments_groups`` groups.
         moments_interval: Outer steps between these averages.
@@ -76,7 +76,7 @@ class Run:
         intervals: "equal", "rising" from half to one and a half of ``interval``, "falling", or "by noise": longer where groups
             agree less on their way than before.
         fragments: Parts of the parameters that have outer steps of their own, in turn.
-        by_change: Whether that fragment is next which has moved most since its last outer step.
+        by_change: Whether the next fragment is the one with the largest move since its last outer step.
     """
 
     method: str = SYNCHRONOUS
@@ -367,9 +367,9 @@ class Outer:
 
 
 class Timetable:
-    """After which iterations fragments meet; as often altogether as at equal intervals."""
+    """Iterations after which fragments meet; as many altogether as at equal intervals."""
 
-    # Of one number to the next, "by noise".
+    # Limits of a change "by noise", and how long the usual agreement is remembered.
     _LEAST, _MOST, _DECAY = 0.5, 2.0, 0.9
 
     def __init__(self, run: Run, config: PierConfig) -> None:

@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2162,
+    "": 2212,
     "bridge": 648,
-    "commands": 3994,
+    "commands": 4003,
     "cpu": 646,
     "exchange": 2146,
     "experiments": 4500,
-    "integration": 6282,
+    "integration": 6303,
     "megatron_api": 520,
-    "outer": 3169,
+    "outer": 3314,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

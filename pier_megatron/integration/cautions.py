@@ -118,7 +118,10 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
 
 def _untested(config: PierConfig) -> list[str]:
     """Says which packages of this run are of a release without tests."""
-    is_used = {"torchft": config.lighthouse is not None, "emerging-optimizers": "muon" in (config.inner_optimizer, config.outer_rule)}
+    is_used = {
+        "torchft": config.lighthouse is not None,
+        "emerging-optimizers": "muon" in (config.inner_optimizer, config.outer_rule),
+    }
     found = []
     for package, (first, last) in TESTED.items():
         try:

@@ -12,9 +12,10 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
+from pier_megatron.outer.chunks import Matrix, Stored
 from pier_megatron.outer.memory import ORTHOGONAL, STORED, bytes_of_outer_step, host_bytes, residuals_of, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names, rule_class
-from pier_megatron.outer.state import ANCHOR, Matrix, OuterState, Stored
+from pier_megatron.outer.state import ANCHOR, OuterState
 from pier_megatron.values import folder_to_write, is_in_object_store
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.

@@ -15,11 +15,12 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
+from pier_megatron.outer.chunks import Shards
 from pier_megatron.outer.elastic import ElasticMembership, ElasticPeers
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, exchange_between, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, for_settings, settings_of
-from pier_megatron.outer.state import ANCHOR, Shards
+from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.static import StaticPeers
 from pier_megatron.outer.steps import NEVER, OuterSteps
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange, Sum, sum_over
+from pier_megatron.outer.chunks import Chunk, Shards, matrix_in
 from pier_megatron.outer.memory import residuals_of
 from pier_megatron.outer.rules import common_names, rule_class
 from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards, matrix_in
+from pier_megatron.outer.state import ANCHOR, OuterState
 from pier_megatron.settings import flag_of
 
 

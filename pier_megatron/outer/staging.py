@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Residual
-from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
+from pier_megatron.outer.chunks import Chunk
+from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, OuterState
 
 OWN, SHARED = "own", "shared"
 WORK = (OWN, SHARED)

@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, sum_over
+from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
@@ -17,7 +18,6 @@ from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging
-from pier_megatron.outer.state import Chunk
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import DivergedError, Verdicts, own_verdict
 

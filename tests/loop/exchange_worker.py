@@ -14,10 +14,11 @@ from pier_megatron.exchange.collectives import GroupExchange, Residual
 from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter
 from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
+from pier_megatron.outer.chunks import Shards
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import RESIDUAL, OuterState, Shards
+from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 

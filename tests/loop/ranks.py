@@ -29,11 +29,11 @@ from pier_megatron.exchange.codecs import BLOCK
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
+from pier_megatron.outer.chunks import matrix_in
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import moments_of
 from pier_megatron.outer.staging import Staged
-from pier_megatron.outer.state import matrix_in
 
 WORLD = 4
 

@@ -26,8 +26,9 @@ from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.megatron_api import versions
+from pier_megatron.outer.chunks import Shards
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.state import OuterState
 
 _FP32 = torch.float32
 

@@ -21,12 +21,13 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import OuterLoop, loop, state
+from pier_megatron.outer.chunks import Shards
 from pier_megatron.outer.memory import buffers_at_once, host_bytes, rounds_at_once
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.static import StaticPeers
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, Verdicts

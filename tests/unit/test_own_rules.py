@@ -20,7 +20,8 @@ from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot
-from pier_megatron.outer.state import OuterState, matrix_in
+from pier_megatron.outer.chunks import matrix_in
+from pier_megatron.outer.state import OuterState
 
 SETTINGS: list[dict[str, Any]] = [
     {},

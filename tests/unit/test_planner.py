@@ -21,10 +21,11 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.wire import Wire
+from pier_megatron.outer.chunks import Chunk, Shards
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Buffers, Staged, Staging
-from pier_megatron.outer.state import RESIDUAL, Chunk, OuterState, Shards
+from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
-from pier_megatron.outer.state import Matrix, Stored, matrix_in
+from pier_megatron.outer.chunks import Matrix, Stored, matrix_in
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import StateDict

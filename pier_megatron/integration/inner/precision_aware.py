@@ -27,7 +27,7 @@ class FusedAdamMasters:
     """
 
     def __init__(self, fused_adam: Any, takes_whole: bool = False) -> None:
-        """Wraps one; ``takes_whole`` if it scales main parameters, see :class:`pier_megatron.outer.state.Stored`."""
+        """Wraps one; ``takes_whole`` if it scales main parameters, see :class:`pier_megatron.outer.chunks.Stored`."""
         self._adam, self.takes_whole = fused_adam, takes_whole
         # What has been written of main parameters that cannot be scaled yet, and the number of elements that are missing.
         self._incomplete: dict[Tensor, tuple[Tensor, int]] = {}
@@ -38,7 +38,7 @@ class FusedAdamMasters:
         return cls(types.SimpleNamespace(state={}))
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
-        """Returns a stretch of a main parameter; see :class:`pier_megatron.outer.state.Stored`."""
+        """Returns a stretch of a main parameter; see :class:`pier_megatron.outer.chunks.Stored`."""
         part = parameter.detach().view(-1)[at]
         # FP32 parameters it steps in place, whatever its state says of them.
         if MASTER not in self._adam.state.get(parameter, {}) or parameter.dtype == torch.float32:
@@ -51,7 +51,7 @@ class FusedAdamMasters:
         return bits.bitwise_left_shift_(_HALF).add_(kept).view(torch.float32)
 
     def write(self, parameter: Tensor, at: slice, values: Tensor) -> None:
-        """Writes a stretch of a main parameter, and of the model's; see :class:`pier_megatron.outer.state.Stored`."""
+        """Writes a stretch of a main parameter, and of the model's; see :class:`pier_megatron.outer.chunks.Stored`."""
         part, values = parameter.detach().view(-1)[at], values.to(parameter.device)
         if parameter.dtype == torch.float32:
             part.copy_(values)
