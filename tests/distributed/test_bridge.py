@@ -71,7 +71,7 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         "model.add_bias_linear=False model.position_embedding_type=rope model.num_query_groups=2 "
         "model.share_embeddings_and_output_weights=False model.init_method_std=0.3 model.ffn_hidden_size=88 "
         "train.exit_interval=7 checkpoint.save={directory}/llama-config",
-        {},
+        {"outer_rule": "muon"},
     ),
     "Muon": (
         "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --save {directory}/muon-flags --save-interval 7",
