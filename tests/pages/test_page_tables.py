@@ -110,6 +110,9 @@ def test_study_of_orthogonal_steps() -> None:
     one = dataclasses.replace(search.WINNER, groups=1)
     text = " ".join(page("study").split())
     assert f"one group ends {simulated(one).removeprefix('-')} below synchronous AdamW" in text
+    late = [dataclasses.replace(search.WINNER, overlap=overlap) for overlap in (1, 5, 20)]
+    words = "A delay costs: {} at an overlap of 1, {} at 5, {} at 20 (without the rule {})"
+    assert words.format(*map(simulated, [*late, dataclasses.replace(search.BASE, overlap=20)])) in text
     inside = [
         search.FAMILIES["Other set-ups"][f"Muon inside, {name}"]
         for name in ("the winner, as long as before", "pier-muon-annealed")
