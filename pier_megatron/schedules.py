@@ -111,7 +111,7 @@ PRESETS: dict[str, Preset] = {
 
 
 MUON_LENGTH = 2.0
-"""Length of an orthogonal matrix of ``--pier-outer-rule muon``, in that of the one which it replaces: docs/study.md."""
+"""Length of an orthogonal matrix of ``--pier-outer-rule muon`` over that of the replaced one: docs/study.md."""
 
 AUTO = "auto"
 """Stands for the preset that suits a run."""

@@ -71,7 +71,7 @@ class Muon(Nesterov):
 
 
 class MuonOfDelta(Muon):
-    """The same of each pseudo-gradient, before the momentum."""
+    """Orthogonalizes each pseudo-gradient, before the momentum."""
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
         """See :meth:`Nesterov.seen`."""
@@ -82,13 +82,13 @@ class MuonOfDelta(Muon):
 
 
 class MuonInside(Muon):
-    """The first one, but for embeddings, which step as they did."""
+    """The first one, except for embeddings, which step as they did."""
 
     with_embeddings = False
 
 
 class MuonOfDeltaInside(MuonOfDelta):
-    """The second one, but for embeddings."""
+    """The second one, except for embeddings."""
 
     with_embeddings = False
 
@@ -150,7 +150,7 @@ class ScheduleFree(Nesterov):
 class Agreement(Nesterov):
     """Each tensor's pseudo-gradient times how much groups agree, over how much they did on the way; ``rate`` is the power.
 
-    What they agree on is the part of their mean square that is not expected of groups that move at random.
+    What they agree on is their mean square without the part expected of groups that move at random.
     """
 
     _DECAY = 0.9

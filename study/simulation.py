@@ -76,7 +76,7 @@ class Run:
         intervals: "equal", "rising" from half to one and a half of ``interval``, "falling", or "by noise": longer where groups
             agree less on their way than before.
         fragments: Parts of the parameters that have outer steps of their own, in turn.
-        by_change: Whether that fragment is next which has moved most since its last outer step.
+        by_change: Whether the fragment that has moved most since its last outer step is next.
     """
 
     method: str = SYNCHRONOUS
@@ -369,7 +369,7 @@ class Outer:
 class Timetable:
     """After which iterations fragments meet; as often altogether as at equal intervals."""
 
-    # Of one number to the next, "by noise".
+    # From one number to the next, "by noise".
     _LEAST, _MOST, _DECAY = 0.5, 2.0, 0.9
 
     def __init__(self, run: Run, config: PierConfig) -> None:
