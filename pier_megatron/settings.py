@@ -208,8 +208,8 @@ class Settings:
     )
     no_error_feedback: bool = setting(
         False,
-        "Drop the rounding errors of a low-bit exchange, which saves 4 bytes per owned parameter. Default: error feedback, "
-        "they are added to the next exchange.",
+        "Drop the rounding errors of a low-bit exchange, which saves 4 bytes per owned parameter. Default: they are added "
+        "to the next exchange (error feedback).",
     )
     offload: bool = setting(False, "Keep the outer state in pinned host memory. Default: on the device.")
     chunk_mib: int | None = setting(

@@ -180,13 +180,13 @@ def claim(survey: Survey, run: Run) -> str:
         rows.append(
             (
                 "synchronous" if method is synchronous else f"`{method.method}`",
+                "" if method is synchronous else spread(gaps, "+"),
                 f"{method.rate:g}",
                 spread(list(method.losses.values())),
-                "" if method is synchronous else spread(gaps, "+"),
                 "" if method is synchronous or at_its_rate is None else f"{at_its_rate - synchronous.losses[1]:+.3f}",
             )
         )
-    return markdown(("method", "best rate", "final loss", "gap", f"gap at a rate of {synchronous.rate:g}"), rows)
+    return markdown(("method", "gap", "best rate", "final loss", f"gap at a rate of {synchronous.rate:g}"), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,14 +238,13 @@ def table_of_bits(survey: Survey) -> str:
             INNER[row.run.inner],
             max(row.run.interval, row.run.site_interval),
             row.exchange,
+            spread(list(row.gaps.values()), "+"),
             f"{row.bits:.2g}",
             f"{row.found.rate:g}",
-            spread(list(row.found.losses.values())),
-            spread(list(row.gaps.values()), "+"),
         )
         for row in few_bits(survey)
     ]
-    return markdown(("inner", "H", "exchange", "bits", "rate", "final loss", "gap"), rows)
+    return markdown(("inner", "H", "exchange", "gap", "bits", "rate"), rows)
 
 
 def draw(survey: Survey, path: Path) -> None:

@@ -106,16 +106,14 @@ def held_back() -> list[float]:
 
 
 def table() -> str:
-    """All runs, as the page shows them."""
-    columns = ("method", "inside", "parameters", "tokens", "groups", "H", "gap", "source")
-    rows = [
-        (
-            *(run.method, run.inner, f"{run.parameters:,.0f} M", f"{run.tokens:g} B", run.groups, run.interval),
-            *(f"{run.gap:+g}", f"[{run.source.removeprefix('arXiv ')}](https://arxiv.org/abs/{run.source.split()[1]})"),
-        )
-        for run in RUNS
-    ]
-    return markdown(columns, rows)
+    """All runs, as the page shows them: a narrow table for each method, inner optimizer and source."""
+    parts = []
+    for (method, inner, source), runs in itertools.groupby(RUNS, lambda run: (run.method, run.inner, run.source)):
+        number = source.removeprefix("arXiv ")
+        rows = [(f"{run.gap:+g}", f"{run.parameters:,.0f} M", run.groups, f"{run.tokens:g} B", run.interval) for run in runs]
+        columns = ("gap", "parameters", "groups", "tokens", "H")
+        parts.append(f"{method}, {inner}, [{number}](https://arxiv.org/abs/{number}):\n\n{markdown(columns, rows)}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -167,26 +167,26 @@ def _of_rates(results: Results, sweep: Iterable[Row], rate_of: Callable[[Row], f
 
 def _section(results: Results, table: Table) -> str:
     columns = (
-        *("", "outer schedule", "H / (1 - mu) / T", "loss at the switch", "rise after it", "final loss", "gap"),
+        *("", "gap", "final loss", "H / (1 - mu) / T", "loss at the switch", "rise after it"),
         *("cosine", "momentum length"),
     )
     lines = [f"## {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, changes in table.variants.items():
         baselines = [row.baseline for row in _of_all_seeds(SYNCHRONOUS, changes)]
         inner = {ADAM: "AdamW", MUON: "Muon"}[baselines[0].inner]
-        lines.append(f"| {name} | synchronous {inner} | | | | {_spread(map(results.final, baselines))} | | | |")
+        lines.append(f"| {name}, synchronous {inner} | | {_spread(map(results.final, baselines))} | | | | | |")
         for method in table.methods:
             rows = _of_all_seeds(method, changes)
             cells = (
+                _spread(map(results.gap, rows), sign="+"),
+                _spread(map(results.final, rows)),
                 f"{_config(rows[0]).momentum_horizon():.1%}",
                 _spread(map(results.at_switch, rows)),
                 _spread(map(results.rise, rows), sign="+"),
-                _spread(map(results.final, rows)),
-                _spread(map(results.gap, rows), sign="+"),
                 _spread(map(results.cosine, rows), digits=2),
                 _spread(map(results.momentum_ratio, rows), digits=1),
             )
-            lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
+            lines.append(f"| {name}, {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ _TAIL = """
 | the lag correlation of pseudo-gradients, to choose the outer momentum | it orders some schedules and not others |
 | an entropy coder behind `int2` | an ideal one takes 17 to 18 % off (`python study/entropy.py`) |
 | swaps in [routes past skipped stages](../docs/skipping.md#measured) | nothing that the searches can tell |
-| skipped stages at equal tokens | [as much loss as half of the layers](../docs/skipping.md#where-depth-pays) |
+| skipped stages at equal tokens | [twice the loss of halving the layers](../docs/skipping.md#where-depth-pays) |
 | loads of all groups in the [balance of routers](../docs/status.md) | 1.34 instead of 1.44, by a collective an iteration |
 """
 
@@ -50,7 +50,7 @@ _TRIED: dict[str, tuple[tuple[str, Run, str, Run], ...]] = {
         ),
         ("the same, slower (0.999)", _replace(_RISING, slow_share=0.5, slow_beta=0.999), "none", _RISING),
     ),
-    "A synchronous end": (
+    "Start and end": (
         (
             "the last 5 % synchronous again, AdamW inside, `pier-rising`",
             *(_replace(_RISING, tail=0.05), "`pier-annealed`, nothing synchronous", _ANNEALED),
@@ -76,7 +76,7 @@ _TRIED: dict[str, tuple[tuple[str, Run, str, Run], ...]] = {
         (
             "`int2` every 2 iterations, AdamW",
             short(averaging(ADAM, 2, "int2")),
-            "every 10, a fifth of the bits",
+            "every 10: no lower loss, a fifth of the bits",
             annealed(ADAM, 10, "int2"),
         ),
         (

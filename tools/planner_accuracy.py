@@ -228,11 +228,15 @@ def _summary(what: str, points: Sequence[Point | Gain], error_of: Callable[[Poin
     return f"| {what} | {len(points)} | {median:.1%} | {error_of(worst):+.1%}: {name} |"
 
 
-def _outside(what: str, gains: Sequence[Gain], spread_of: Callable[[Gain], tuple[float, float]], number: int) -> str:
-    names = "; ".join(
-        f"{gain.run}: {gain.published:.2f} x, spread {spread_of(gain)[0]:.2f} to {spread_of(gain)[1]:.2f} x" for gain in gains
-    )
-    return f"Published speed-up outside the verdict's spread, {what}: {len(gains)} of {number} ({names})."
+def _outside(what: str, gains: Sequence[Gain], spread_of: Callable[[Gain], tuple[float, float]], number: int) -> list[str]:
+    return [
+        f"Published speed-up outside the verdict's spread, {what}, {len(gains)} of {number}:",
+        "",
+        *(
+            f"- {gain.run}: {gain.published:.2f} x, spread {spread_of(gain)[0]:.2f} to {spread_of(gain)[1]:.2f} x."
+            for gain in gains
+        ),
+    ]
 
 
 def summary() -> list[str]:
@@ -253,9 +257,9 @@ def summary() -> list[str]:
         "",
         f"Direction of the speed-up wrong, as a user gets it: {len(wrong)} of {len(speed_ups)} ({'; '.join(wrong)}).",
         "",
-        _outside("as a user gets it", outside_plain, lambda gain: gain.spread, len(speed_ups)),
+        *_outside("as a user gets it", outside_plain, lambda gain: gain.spread, len(speed_ups)),
         "",
-        _outside("TFLOP/s measured", outside_measured, lambda gain: gain.measured_spread, len(speed_ups)),
+        *_outside("TFLOP/s measured", outside_measured, lambda gain: gain.measured_spread, len(speed_ups)),
     ]
 
 

@@ -74,18 +74,18 @@ _WISHES = {
 """Settings by what a user wants, in the order of the page."""
 
 _PURPOSES = {
-    "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have about 1800"),
-    "pier-cosine": ("the later code of the paper's authors", "comparison with that code"),
-    "pier-rising": ("[study](study.md)", "fewer than 25 outer steps, AdamW inside"),
-    "pier-annealed": ("[study](study.md)", "25 outer steps and more, AdamW inside"),
-    "pier-muon": ("[study](study.md#muon-inside)", "few outer steps, Muon inside"),
-    "pier-muon-annealed": ("[study](study.md#muon-inside)", "Muon inside"),
-    "pier-frequent": ("[frontier](frontier.md)", "outer steps every few iterations"),
-    "diloco": ("arXiv 2311.08105", "comparison with DiLoCo"),
-    "noloco": ("arXiv 2506.10911", "[gossip pairs](deploy.md#gossip-pairs): heavy ball among two groups at a time"),
-    "local-sgd": ("plain averaging", "comparison: the mean of the groups, no outer momentum"),
+    "pier": "thousands of outer steps: the paper's runs have about 1800",
+    "pier-cosine": "comparison with the later code of the paper's authors",
+    "pier-rising": "fewer than 25 outer steps, AdamW inside",
+    "pier-annealed": "25 outer steps and more, AdamW inside",
+    "pier-muon": "few outer steps, Muon inside",
+    "pier-muon-annealed": "Muon inside",
+    "pier-frequent": "outer steps every few iterations",
+    "diloco": "comparison with DiLoCo",
+    "noloco": "[gossip pairs](deploy.md#gossip-pairs): heavy ball among two groups at a time",
+    "local-sgd": "comparison: the mean of the groups, no outer momentum",
 }
-"""Source of each preset, and what it is for."""
+"""What each preset is for."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -274,14 +274,13 @@ def refused_flags_list() -> str:
 
 
 def parameters_table() -> str:
-    """Parameters of ``PierConfig``: each with its type, its default and the flag that sets it, which is described elsewhere."""
-    rows = [["`train_iters`", "`int`", "", "`--train-iters`"]]
+    """Parameters of ``PierConfig``: each with its type, its default and a link to the flag that describes it."""
+    rows = [["`train_iters`", "`int`", ""]]
     for field in (field for field in dataclasses.fields(Settings) if field.metadata):
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        flag = flag_of(field.name)
-        rows.append([f"`{field.name}`", f"`{kind}`", default, f"[`{flag}`](flags.md#{flag})"])
-    return table(["parameter", "type", "default", "flag"], rows)
+        rows.append([f"[`{field.name}`](flags.md#{flag_of(field.name)})", f"`{kind}`", default])
+    return table(["parameter", "type", "default"], rows)
 
 
 def _described(segments: Sequence[Segment]) -> str:
@@ -304,14 +303,14 @@ def _momentum(preset: Preset) -> str:
     )
 
 
-def presets_table() -> str:
-    """Presets: schedules, source and purpose."""
-    rows = []
+def presets_list() -> str:
+    """Presets: purpose and schedules, each as an entry of a list, which fits a narrow screen."""
+    lines = []
     for name, preset in PRESETS.items():
-        warmup = "no momentum warmup" if preset.warmup_momentum is None else f"{preset.warmup_momentum:g}"
-        source, purpose = _PURPOSES[name]
-        rows.append([f"`{name}`", purpose, warmup, _momentum(preset), _described(preset.learning_rate), source])
-    return table(["preset", "for", "`mu` in the lazy start", "`mu` after it", "`eta` after it", "source"], rows)
+        warmup, momentum = preset.warmup_momentum, _momentum(preset)
+        mu = f"{momentum}, no warmup" if warmup is None else f"{warmup:g} in the lazy start; then {momentum}"
+        lines.append(f"- `{name}`: {_PURPOSES[name]}. `mu`: {mu}. `eta`: {_described(preset.learning_rate)}.\n")
+    return "".join(lines)
 
 
 def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -356,7 +355,7 @@ def generated(name: str) -> str:
         case "parameters":
             return parameters_table()
         case "presets":
-            return presets_table()
+            return presets_list()
         case "options":
             return options_list(rest)
     raise ValueError(f"{name}: no generated part of that name.")

@@ -65,7 +65,7 @@ _WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fs
 _UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
 _HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 _PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()
-_SHOWN = re.findall(r"^pier-megatron doctor (torchrun.*?)```", _PAGE, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ").strip()
+_SHOWN = re.findall(r"^pier-megatron doctor +(torchrun.*?)```", _PAGE.replace("\\\n", ""), re.MULTILINE | re.DOTALL)[0].strip()
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 

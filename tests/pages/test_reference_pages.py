@@ -89,10 +89,10 @@ def test_summary_of_scale_is_its_record() -> None:
     assert pier["start"] <= 0.6 * stock["start"]
     starts = {f"{small[kind]['start']:.1f}" for kind in ("stock", "worlds")}
     for words in (
-        f"At {pier['world']:,} ranks and {pier['groups']:,} groups a rank starts in {pier['start']:.1f} s of CPU time, under "
-        f"stock Megatron in {stock['start']:.1f} s**: its world has {pier['world'] // pier['groups']} ranks",
+        f"At {pier['world']:,} faked ranks and {pier['groups']:,} groups a rank starts in {pier['start']:.1f} s of CPU time, "
+        f"under stock Megatron in {stock['start']:.1f} s**: its world has {pier['world'] // pier['groups']} ranks",
         f"At 64 ranks and {small['worlds']['groups']} groups both take {' '.join(starts)} s",
-        f"An outer step takes {pier['outer']:.1f} ms, {small['worlds']['outer']:.1f} ms at 64 ranks; in int4 "
+        f"Without a network an outer step takes {pier['outer']:.1f} ms, {small['worlds']['outer']:.1f} ms at 64 ranks; in int4 "
         f"{large['int4']['outer']:.1f} ms, in pairs {large['pairs']['outer']:.1f} ms",
         f"in {stock['collectives']} collectives in an iteration of stock Megatron, in {pier['collectives']} between outer "
         f"steps, and in {pier['collectives of an outer step']} in an iteration with an outer step",

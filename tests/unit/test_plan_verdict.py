@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import re
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -256,15 +254,3 @@ def test_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "argument --cluster: perlmuter: no such file, and no cluster of that name" in said
     assert "Did you mean perlmutter?" in said
-
-
-def test_efficiency_of_tcp_is_what_was_measured() -> None:
-    """The median over all blocking FP32 outer steps of the emulated network, in the columns "x wire" of its page."""
-    page, planner = ((_REPOSITORY / "docs" / f"{name}.md").read_text() for name in ("performance", "planner"))
-    rows = re.findall(r"^\| Pier, blocking(?:, overlap flags)? \| 0\.26 \|(.*)\|$", page, re.MULTILINE)
-    times = [float(cell) for row in rows for cell in row.split("|")[1::2]]
-    assert len(times) == 9
-    assert round(1 / statistics.median(times), 2) == TCP_EFFICIENCY
-    assert f"{min(times):.2f} to {max(times):.2f} x the time that its bytes take at the link's rate" in " ".join(
-        planner.split()
-    )
