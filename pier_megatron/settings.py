@@ -154,9 +154,9 @@ class Settings:
     )
     outer_rule: str | None = setting(
         None,
-        "Rule of the outer step: nesterov; muon, which also makes the step of each matrix orthogonal, and needs the package "
-        "emerging-optimizers; or a subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: "
-        "nesterov; with random subgroups, NoLoCo's rule.",
+        "Rule of the outer step: nesterov; muon, which makes each matrix of the mean pseudo-gradient orthogonal first, with "
+        "AdamW inside, and needs the package emerging-optimizers; or a subclass of pier_megatron.outer.OuterRule of your own, "
+        "as package.module:Class. Default: nesterov; with random subgroups, NoLoCo's rule.",
         metavar="RULE",
         accepts=outer_rule,
     )
@@ -215,7 +215,7 @@ class Settings:
     chunk_mib: int | None = setting(
         None,
         "Size in MiB, counted in FP32, of the chunks in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a "
-        "CPU, or the number of groups if that is more.",
+        "CPU, or the number of groups if that is more. With --pier-outer-rule muon at least the largest matrix.",
         metavar="MIB",
         accepts=whole(1, 2**20),
     )

@@ -116,7 +116,8 @@ Simulated as in [Bytes against loss](../docs/frontier.md): AdamW inside, 8 group
 sequences, width 64, `pier-annealed`, each with what a row changes. Gap: final loss above synchronous training with the
 same inner optimizer at its best rate, nats per byte; mean ± standard deviation where several seeds were trained. Seeds 1 to 3
 chose; 11 to 13 were not looked at before. One training takes a minute of a core, `python study/search.py --train` all of
-them. What averages of the last anchors bring is in [survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
+them. `--pier-outer-rule muon` is the winner, except that it takes position embeddings for a matrix, too, and query, key and
+value for one, as Megatron stores them. What averages of the last anchors bring is in [survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
 """
 
 
@@ -153,7 +154,7 @@ def page() -> str:
         for what, run in rows.items():
             chosen, reported = (found.of(run, seeds) for seeds in (CHOSEN_ON, REPORTED_ON))
             cells = [spread(values, "+") if values else "" for values in (chosen, reported)]
-            lines.append(f"| {what.strip()} | {' | '.join(cells)} |".replace("|  |", "| |"))
+            lines.append(" ".join(["|", what.strip(), "|", *(f"{cell} |".lstrip() for cell in cells)]))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

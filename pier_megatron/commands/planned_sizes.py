@@ -124,15 +124,18 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     # As if fragments could end anywhere: where they end between parameters, they are about as large.
     stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
     own_experts = -(-apart // owners(args, of_experts=True))
-    matrix = _largest_matrix(args) if rule_class(config).takes_matrices else 0
+    matrix = largest_matrix(args) if rule_class(config).takes_matrices else 0
     return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts, holders[0], holders[1], matrix)
 
 
-def _largest_matrix(args: argparse.Namespace) -> int:
+def largest_matrix(args: argparse.Namespace) -> int:
     """Elements of the largest matrix that a rank holds of a layer: of the attention, or of what comes behind it."""
-    of_attention = (args.num_attention_heads + 2 * (args.num_query_groups or args.num_attention_heads)) * args.kv_channels
-    wide = max(args.ffn_hidden_size, (args.moe_ffn_hidden_size or 0) if args.num_experts else 0) * (2 if args.swiglu else 1)
-    return int(args.hidden_size * max(of_attention, wide) // args.tensor_model_parallel_size)
+    keys = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    gated, tensor = 2 if args.swiglu else 1, args.tensor_model_parallel_size
+    wide = [(args.num_attention_heads + 2 * keys) * args.kv_channels // tensor, gated * args.ffn_hidden_size // tensor]
+    if args.num_experts is not None:
+        wide.append(gated * args.moe_ffn_hidden_size // args.expert_tensor_parallel_size)
+    return int(args.hidden_size * max(wide))
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:

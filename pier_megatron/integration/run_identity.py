@@ -16,7 +16,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import Description
 from pier_megatron.outer import Shards
-from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.rules import bits_of_products, rule_class
 from pier_megatron.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
@@ -96,7 +96,9 @@ def in_common(
     """
     settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
     of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(PACKAGE)}"}
-    if config.outer_rule is not None:
+    if rule_class(config).takes_matrices:
+        of_code["bits of matrix products"] = str(bits_of_products(device).item())
+    if ":" in config.rule_name:
         # Islands have files of their own, and the same name may be another formula.
         source = Path(inspect.getfile(rule_class(config))).read_bytes()
         of_code[f"source of {config.outer_rule}"] = hashlib.sha256(source).hexdigest()[:12]

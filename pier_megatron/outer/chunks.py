@@ -202,6 +202,10 @@ def cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matrice
     """Returns the chunks of a rank; for the arguments see :class:`pier_megatron.outer.state.OuterState`."""
     untied = sum(tensor.numel() for alike in shards if not alike.come_last for tensor in alike.tensors)
     fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
+    if not cuts_matrices:
+        # Buffers are as long as the longest chunk: shorter ones would waste most of theirs.
+        whole = (matrix.shape.numel() for alike in shards for matrix in alike.matrices if matrix is not None)
+        chunk_numel = max(chunk_numel, *whole, 0)
     chunks: list[Chunk] = []
     begin = 0
     for alike in shards:

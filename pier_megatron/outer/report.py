@@ -215,8 +215,7 @@ def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
             f"After the outer step that began at iteration {iteration} the anchors of groups {which} are not group {first}'s "
             f"(checksums of a part of them, by group: {found}), though all groups have "
             "computed them from the same sums. A memory, a link or a kernel has gone wrong, in this outer step or in one of "
-            "the last ones, since each compares a part only; or, with --pier-outer-rule muon, groups have GPUs of different "
-            "kinds, whose matrix products round otherwise. Restart from a checkpoint that is some outer steps older "
+            "the last ones, since each compares a part only. Restart from a checkpoint that is some outer steps older "
             "(--ckpt-step), without the group's nodes if it happens again."
         )
 

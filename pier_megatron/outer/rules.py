@@ -4,10 +4,11 @@ A rule is all that distinguishes one outer optimizer from another. Which groups 
 to the progress of a group meanwhile is the business of :mod:`pier_megatron.outer.rounds`, whatever the rule.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
-from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL
+from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL, sum_of_bits
 from pier_megatron.schedules import MUON_LENGTH
 
 NEWTON_SCHULZ = 5
@@ -128,11 +129,34 @@ class Muon(Nesterov):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix next to one, twice as long as it; float32, of its shape."""
-    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+    """The orthogonal matrix next to one, twice as long as it; float32, of its shape.
 
-    direction: Tensor = newton_schulz(matrix, NEWTON_SCHULZ)
-    return direction.mul_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    In full precision, whatever the training script has set: all groups must compute the same bits.
+    """
+    newton_schulz, in_precision = _newton_schulz()
+    with in_precision("highest"), torch.autocast(matrix.device.type, enabled=False):
+        direction: Tensor = newton_schulz(matrix, NEWTON_SCHULZ)
+        return direction.mul_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def bits_of_products(device: torch.device) -> Tensor:
+    """Returns the sum of the bits of one orthogonal matrix: other processors, libraries and releases round otherwise."""
+    drawn = torch.randn(192, 128, generator=torch.Generator().manual_seed(1), device="cpu")
+    return sum_of_bits(orthogonalised(drawn.to(device)).flatten())
+
+
+@functools.cache
+def _newton_schulz() -> tuple[Callable[[Tensor, int], Tensor], Callable[[str], contextlib.AbstractContextManager[None]]]:
+    try:
+        muon, utils = (
+            importlib.import_module(f"emerging_optimizers.{name}") for name in ("orthogonalized_optimizers.muon_utils", "utils")
+        )
+        return muon.newton_schulz, utils.fp32_matmul_precision
+    except (ImportError, AttributeError) as error:
+        raise PierConfigError(
+            f"--pier-outer-rule muon needs the package emerging-optimizers ({error}): pip install "
+            "'emerging-optimizers>=0.2,<0.4', or this plugin with the extra [muon]."
+        ) from error
 
 
 class NoLoCo(OuterRule):
@@ -181,11 +205,9 @@ def rule_class(config: PierConfig) -> type[OuterRule]:
     """Returns the class of the rule by which all groups take outer steps; see :func:`rule_at`."""
     if config.outer_rule is None:
         return Nesterov
-    if RULES.get(config.outer_rule) is Muon and importlib.util.find_spec("emerging_optimizers") is None:
-        raise PierConfigError(
-            f"--pier-outer-rule {config.outer_rule} needs the package emerging-optimizers, which is not installed: "
-            "pip install 'emerging-optimizers>=0.2', or this plugin with the extra [muon]."
-        )
+    if RULES.get(config.outer_rule) is Muon:
+        # A package that is missing is better known now than at the first outer step.
+        _newton_schulz()
     return RULES[config.outer_rule] if config.outer_rule in RULES else _imported(config.outer_rule)
 
 

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange, sum_over
 from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
-from pier_megatron.outer.rules import rule_at
+from pier_megatron.outer.rules import bits_of_products, rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging
@@ -264,6 +265,24 @@ class OuterSteps:
                 "connection or a timeout, a rank of another group cannot be reached, or its own log says why it failed."
             )
             raise
+        if rule_at(config, first).takes_matrices:
+            self._check_products(first)
+
+    def _check_products(self, first: int) -> None:
+        """Refuses participants whose matrix products differ in their bits: their anchors would.
+
+        Raises:
+            PierConfigError: With the groups.
+        """
+        own = bits_of_products(self._share.device).view(1)
+        for exchange in dict.fromkeys(self.peers.known(first)):
+            found = exchange.gather(own).result().flatten().tolist()
+            if differing := [group for group, bits in zip(exchange.groups, found, strict=True) if bits != found[0]]:
+                raise PierConfigError(
+                    f"--pier-outer-rule {self._config.rule_name}: groups {differing} round matrix products otherwise than "
+                    f"group {exchange.groups[0]}, and anchors would differ. Run all groups on one kind of processor with the "
+                    "same releases of PyTorch and emerging-optimizers, or drop the flag."
+                )
 
     @contextlib.contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:

@@ -123,6 +123,10 @@ def test_run_is_right(ranks: Ranks, name: str) -> None:
     assert is_right(ranks, program(*commands, **config, groups=groups))
 
 
+def test_one_group_takes_orthogonal_steps(ranks: Ranks) -> None:
+    assert is_right(ranks, program((12, QUIET), groups=1, copies=True, **_ORTHOGONAL))
+
+
 def test_group_is_restarted_once_and_said_so(ranks: Ranks) -> None:
     results = program((4, QUIET), (1, _BAD), (10, QUIET), train_iters=15, fragments=3).run(ranks)
     for result in results:

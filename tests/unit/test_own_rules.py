@@ -1,9 +1,11 @@
 """A rule of the user's own in the outer step, by name; its memory lasts wherever the anchor does."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.startup import Takes
-from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot
+from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot, rules
 from pier_megatron.outer.chunks import matrix_in
+from pier_megatron.outer.rules import orthogonalised, rule_class
 from pier_megatron.outer.state import OuterState
 
 SETTINGS: list[dict[str, Any]] = [
@@ -258,12 +261,52 @@ def test_the_rule_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(loop.states[0].anchor, built_in.states[0].anchor, rtol=1e-6, atol=1e-6)
 
 
-def test_orthogonal_steps_need_their_package() -> None:
-    with (
-        mock.patch("importlib.util.find_spec", return_value=None),
-        pytest.raises(PierConfigError, match=r"--pier-outer-rule muon needs the package emerging-optimizers.*\[muon\]"),
+def test_orthogonal_steps_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (
+        "emerging_optimizers",
+        "emerging_optimizers.utils",
+        "emerging_optimizers.orthogonalized_optimizers.muon_utils",
     ):
-        _Run(_config(outer_rule="muon"))
+        monkeypatch.setitem(sys.modules, module, None)
+    rules._newton_schulz.cache_clear()
+    with pytest.raises(PierConfigError, match=r"--pier-outer-rule muon needs the package emerging-optimizers.*\[muon\]"):
+        rule_class(_config(outer_rule="muon"))
+
+
+def test_orthogonal_is_twice_as_long_and_nothing_stays_nothing() -> None:
+    matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(3))
+    found = orthogonalised(matrix)
+    assert found.norm() == pytest.approx(2 * matrix.norm().item(), rel=1e-6)
+    # Its singular values are about the same, and it points where the matrix does.
+    values = torch.linalg.svdvals(found)
+    assert values.max() < 1.5 * values.min()
+    assert torch.cosine_similarity(found.flatten(), matrix.flatten(), dim=0) > 0.9
+    assert torch.equal(orthogonalised(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+def test_orthogonal_has_the_same_bits_whatever_the_script_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(3))
+    usual = orthogonalised(matrix)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu"):
+            assert torch.equal(orthogonalised(matrix), usual)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(("rule", "is_refused"), [("muon", True), (None, False)])
+def test_groups_that_round_otherwise_are_refused_at_the_start(rule: str | None, is_refused: bool) -> None:
+    gathered = mock.Mock(result=lambda: torch.tensor([[7], [8]]))
+    loop = _Run(_config(outer_rule=rule, groups=2)).loop
+    refused = pytest.raises(PierConfigError, match=r"groups \[1\] round matrix products otherwise than group 0")
+    with (
+        mock.patch.object(GroupExchange, "gather", return_value=gathered),
+        mock.patch("pier_megatron.outer.steps.sum_over"),
+        refused if is_refused else contextlib.nullcontext(),
+    ):
+        loop.rehearse()
 
 
 def test_another_rule_is_another_run() -> None:

@@ -16,7 +16,7 @@ import torch
 from pier_megatron.commands.plan import model
 from pier_megatron.commands.plan.cluster import FLOPS_SPREAD, LINK_SPREAD, Cluster
 from pier_megatron.commands.plan.model import Job, achieved, predict
-from pier_megatron.commands.planned_sizes import gathered_bytes
+from pier_megatron.commands.planned_sizes import gathered_bytes, largest_matrix
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange
@@ -215,3 +215,23 @@ def test_bytes_are_those_that_rounds_copy(dtype: str, span: int) -> None:
             overlapped.proceed(age, span)
         overlapped.finish()
     assert sum(inward) == pytest.approx(model.copied_by_overlapped(dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "numel"),
+    [
+        ({}, 64 * 256 // 2),
+        ({"swiglu": True}, 64 * 512 // 2),
+        ({"ffn_hidden_size": 64}, 64 * 3 * 64 // 2),
+        ({"ffn_hidden_size": 64, "group_query_attention": True, "num_query_groups": 1}, 64 * (4 + 2) * 16 // 2),
+        ({"num_experts": 8}, 64 * 200),
+    ],
+)
+def test_largest_matrix_is_that_of_a_rank(changes: dict[str, Any], numel: int) -> None:
+    args = argparse.Namespace(
+        **{"hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "ffn_hidden_size": 256, "swiglu": False}
+        | {"group_query_attention": False, "num_query_groups": 1, "num_experts": None, "moe_ffn_hidden_size": 200}
+        | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        | changes
+    )
+    assert largest_matrix(args) == numel

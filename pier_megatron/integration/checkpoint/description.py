@@ -190,8 +190,8 @@ class Description:
         return self.layout == present.layout
 
     def remembers_otherwise(self, present: "Description") -> bool:
-        """Whether the outer momentum means something else: the built-in rules sum the same pseudo-gradients."""
-        return self.rule != present.rule and ":" in f"{self.rule} {present.rule}"
+        """Whether the outer momentum means something else: Nesterov's and NoLoCo's rules sum the same pseudo-gradients."""
+        return self.rule != present.rule and not {self.rule, present.rule} <= {"nesterov", "noloco"}
 
     def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
         """Compares the saved run with the run that loads it.

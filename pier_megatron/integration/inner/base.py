@@ -93,8 +93,9 @@ class InnerOptimizer(abc.ABC):
         is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
         for model, main in self.parameters():
             is_expert |= not getattr(model, "allreduce", True)
-            matrix_of[main] = matrix_in(model, self.stretch(model))
-            if getattr(model, "shared_embedding", False):
+            is_tied = getattr(model, "shared_embedding", False)
+            matrix_of[main] = None if is_tied else matrix_in(model, self.stretch(model))
+            if is_tied:
                 tied.append(main)
                 is_counted_when_tied = is_not_shared(model)
             elif getattr(model, "tensor_model_parallel", False):
