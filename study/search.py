@@ -117,7 +117,8 @@ sequences, width 64, `pier-annealed`, each with what a row changes. Gap: final l
 same inner optimizer at its best rate, nats per byte; mean ± standard deviation where several seeds were trained. Seeds 1 to 3
 chose; 11 to 13 were not looked at before. One training takes a minute of a core, `python study/search.py --train` all of
 them. `--pier-outer-rule muon` is the winner, except that it takes position embeddings for a matrix, too, and query, key and
-value for one, as Megatron stores them. What averages of the last anchors bring is in [survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
+value for one, as Megatron stores them. What averages of the last anchors bring is in
+[survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
 """
 
 

@@ -133,7 +133,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     In full precision, whatever the training script has set: all groups must compute the same bits.
     """
-    newton_schulz, in_precision = _newton_schulz()
+    newton_schulz, in_precision = newton_schulz_of_package()
     with in_precision("highest"), torch.autocast(matrix.device.type, enabled=False):
         direction: Tensor = newton_schulz(matrix, NEWTON_SCHULZ)
         return direction.mul_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
@@ -146,7 +146,14 @@ def bits_of_products(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _newton_schulz() -> tuple[Callable[[Tensor, int], Tensor], Callable[[str], contextlib.AbstractContextManager[None]]]:
+def newton_schulz_of_package() -> tuple[
+    Callable[[Tensor, int], Tensor], Callable[[str], contextlib.AbstractContextManager[None]]
+]:
+    """Returns the iterations of emerging-optimizers, and what sets the precision of their products.
+
+    Raises:
+        PierConfigError: If there is no such package.
+    """
     try:
         muon, utils = (
             importlib.import_module(f"emerging_optimizers.{name}") for name in ("orthogonalized_optimizers.muon_utils", "utils")
@@ -207,7 +214,7 @@ def rule_class(config: PierConfig) -> type[OuterRule]:
         return Nesterov
     if RULES.get(config.outer_rule) is Muon:
         # A package that is missing is better known now than at the first outer step.
-        _newton_schulz()
+        newton_schulz_of_package()
     return RULES[config.outer_rule] if config.outer_rule in RULES else _imported(config.outer_rule)
 
 

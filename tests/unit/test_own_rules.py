@@ -268,7 +268,7 @@ def test_orthogonal_steps_need_their_package(monkeypatch: pytest.MonkeyPatch) ->
         "emerging_optimizers.orthogonalized_optimizers.muon_utils",
     ):
         monkeypatch.setitem(sys.modules, module, None)
-    rules._newton_schulz.cache_clear()
+    rules.newton_schulz_of_package.cache_clear()
     with pytest.raises(PierConfigError, match=r"--pier-outer-rule muon needs the package emerging-optimizers.*\[muon\]"):
         rule_class(_config(outer_rule="muon"))
 
