@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from long_runs import spread
+from long_runs import CLAIM, spread
 from records import Survey
 from rows import ITERATIONS, MUON, SYNCHRONOUS
 from simulation import Run
@@ -33,6 +33,10 @@ _LONGER = {"iterations": 2400}
 _WIDER = {"width": 128, "learning_rate": 4e-3}
 _TWO_BITS = {"dtype": "int2", "sum_dtype": "int2"}
 _LATE = _replace(BASE, overlap=10)
+
+# A thousand and more outer steps, as in long_runs.
+_LONG = _replace(CLAIM, method="pier", learning_rate=1e-3)
+_LONG_WINNER = _replace(_LONG, rule=WINNER.rule, rule_rate=WINNER.rule_rate)
 
 FAMILIES: Mapping[str, Mapping[str, Run]] = {
     "Before": {
@@ -104,6 +108,10 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "2400 iterations, the winner": _replace(WINNER, **_LONGER),
         "width 128, pier-annealed": _replace(BASE, **_WIDER),
         "width 128, the winner": _replace(WINNER, **_WIDER),
+        "100,000 iterations, H = 50, width 16, `pier` at its best rate": _LONG,
+        "100,000 iterations, the winner, the same rate": _LONG_WINNER,
+        "100,000 iterations, the winner, half the rate, the lowest tried": _replace(_LONG_WINNER, learning_rate=5e-4),
+        "100,000 iterations, the winner with `pier-annealed`": _replace(_LONG_WINNER, method="pier-annealed"),
         "Muon inside, pier-muon-annealed": _MUON_INSIDE,
         "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule, rule_rate=2.0),
         "Muon inside, the winner, as long as before": _replace(_MUON_INSIDE, rule=WINNER.rule),
@@ -124,6 +132,8 @@ value for one, as Megatron stores them. What averages of the last anchors bring 
 
 def synchronous(run: Run) -> Run:
     """What a run is compared with."""
+    if run.iterations == CLAIM.iterations:
+        return _replace(CLAIM, seed=run.seed, learning_rate=2e-3)
     alike = {name: getattr(run, name) for name in ("seed", "iterations", "width", "inner")}
     return Run(SYNCHRONOUS, learning_rate=4e-3 if run.width == 128 else 8e-3, **alike)
 
@@ -144,7 +154,7 @@ class Gaps:
 
 def gaps() -> Gaps:
     """Those in the records."""
-    return Gaps(*(Survey(_DOCS / f"{name}.jsonl", Path("none")) for name in ("search", "frontier", "survey")))
+    return Gaps(*(Survey(_DOCS / f"{name}.jsonl", Path("none")) for name in ("search", "frontier", "survey", "long")))
 
 
 def page() -> str:
@@ -171,7 +181,9 @@ def main() -> None:
         survey = Survey(_DOCS / "search.jsonl", options.corpus.resolve(), options.processes, is_brief=True)
         first = [run for rows in FAMILIES.values() for run in rows.values()]
         again = [_replace(run, seed=seed) for run in (BASE, WINNER) for seed in (*CHOSEN_ON, *REPORTED_ON)]
-        survey.train(each for run in (*first, *again) for each in (run, synchronous(run)))
+        # The longest train together: long_runs.
+        runs = (run for run in (*first, *again) if run.iterations < CLAIM.iterations)
+        survey.train(each for run in runs for each in (run, synchronous(run)))
     print(page(), end="")
 
 

@@ -111,6 +111,17 @@ def test_study_of_orthogonal_steps() -> None:
     one = dataclasses.replace(search.WINNER, groups=1)
     text = " ".join(page("study").split())
     assert f"one group ends {simulated(one).removeprefix('-')} below synchronous AdamW" in text
+    other = search.FAMILIES["Other set-ups"]
+    longer = [simulated(other[f"2400 iterations, {which}"]) for which in ("the winner", "pier-annealed")]
+    longest = [
+        f"100,000 iterations, {which}"
+        for which in ("the winner, half the rate, the lowest tried", "H = 50, width 16, `pier` at its best rate")
+    ]
+    assert "after 2,400 iterations it ends at {} ({} without)".format(*longer) in text
+    said = "at H = 50 at {} with pier at the lowest rate that was tried ({} without)"
+    assert said.format(*(simulated(other[name]) for name in longest)) in text
+    wider = [simulated(other[f"width 128, {which}"]) for which in ("the winner", "pier-annealed")]
+    assert "At width 128 it ends at {} ({} without)".format(*wider) in text
     late = [dataclasses.replace(search.WINNER, overlap=overlap) for overlap in (1, 5, 20)]
     words = "A delay costs: {} at an overlap of 1, {} at 5, {} at 20 (without the rule {})"
     assert words.format(*map(simulated, [*late, dataclasses.replace(search.BASE, overlap=20)])) in text

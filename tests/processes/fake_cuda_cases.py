@@ -38,12 +38,12 @@ _REASONS = {
     "report.py:OuterStepReports.write_arrived": "numbers of a line in the log, which have arrived; on a stream of its own",
     "report.py:OuterStepReports.report_of": "and which groups were restarted inside sites",
     "stopwatch.py:Stopwatch.seconds": "the time of a blocking outer step, for its line in the same iteration",
-    "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
+    "chunks.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",
     "share.py:Share.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
     "elastic.py:ElasticPeers._standing": "islands compare numbers on the host before they meet",
     "elastic.py:ElasticPeers._attempt": "and those of the others",
-    "state.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",
+    "chunks.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",
     "state.py:OuterState.checksum": "of an offloaded anchor they sum the bits on the host",
 }
 
