@@ -21,7 +21,15 @@ project_copyright = f"{datetime.date.today().year}, {author}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 # The source directory is the repository's root, so that links are the same here and where the repository is browsed.
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "study/tables.md", "study/tried.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/*.md",
+    "study/search.md",
+    "study/tables.md",
+    "study/tried.md",
+]
 include_patterns += ["examples/README.md", "examples/downstream/README.md", "benchmarks/gpu/results.md"]
 # Sphinx searches every folder that is not excluded, and follows links.
 exclude_patterns = [".git", ".venv", "runs"]
@@ -61,7 +69,15 @@ _SIDE_BAR = {
     },
 }
 # For contributors, lawyers and doubters: other pages link them, and the side bar leaves them out.
-_NOT_IN_SIDE_BAR = ("CONTRIBUTING", "SECURITY", "docs/architecture", "docs/patents", "study/tables", "study/tried")
+_NOT_IN_SIDE_BAR = (
+    "CONTRIBUTING",
+    "SECURITY",
+    "docs/architecture",
+    "docs/patents",
+    "study/search",
+    "study/tables",
+    "study/tried",
+)
 _NOT_IN_SIDE_BAR += ("examples/downstream/README", "benchmarks/gpu/results")
 
 # A fence that names no language is output or a diagram.
