@@ -48,9 +48,14 @@ class Matrix:
     shape: torch.Size
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.shape.numel()
+
+    @property
     def end(self) -> int:
         """Index behind its last element."""
-        return self.begin + self.shape.numel()
+        return self.begin + self.numel
 
     def behind(self, start: int) -> "Matrix":
         """The same in a vector in which what it was found in begins at ``start``."""
@@ -173,7 +178,7 @@ class Chunk:
     @property
     def matrix_sizes(self) -> list[int]:
         """Numbers of their elements."""
-        return [at.shape.numel() for at in self._matrices]
+        return [at.numel for at in self._matrices]
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""
@@ -204,7 +209,7 @@ def cut(shards: Sequence[Shards], chunk_numel: int, fragments: int, cuts_matrice
     fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
     if not cuts_matrices:
         # Buffers are as long as the longest chunk: shorter ones would waste most of theirs.
-        whole = (matrix.shape.numel() for alike in shards for matrix in alike.matrices if matrix is not None)
+        whole = (matrix.numel for alike in shards for matrix in alike.matrices if matrix is not None)
         chunk_numel = max(chunk_numel, *whole, 0)
     chunks: list[Chunk] = []
     begin = 0

@@ -19,6 +19,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL, sum_of_bits
 from pier_megatron.schedules import MUON_LENGTH
+from pier_megatron.values import OUTER_RULES
 
 NEWTON_SCHULZ = 5
 """Iterations of Newton and Schulz, with the coefficients that Megatron's Muon takes by default."""
@@ -192,7 +193,7 @@ class NoLoCo(OuterRule):
         anchor.add_(momentum, alpha=-self.eta)
 
 
-RULES: dict[str, type[OuterRule]] = {"nesterov": Nesterov, "muon": Muon}
+RULES: dict[str, type[OuterRule]] = dict(zip(OUTER_RULES, (Nesterov, Muon), strict=True))
 """Rules of ``--pier-outer-rule`` by name."""
 
 

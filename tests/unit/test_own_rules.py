@@ -284,7 +284,7 @@ def test_orthogonal_is_twice_as_long_and_nothing_stays_nothing() -> None:
     assert torch.equal(orthogonalised(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
-def test_orthogonal_has_the_same_bits_whatever_the_script_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orthogonal_has_the_same_bits_whatever_the_script_sets() -> None:
     matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(3))
     usual = orthogonalised(matrix)
     torch.set_float32_matmul_precision("medium")
