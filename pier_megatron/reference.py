@@ -16,7 +16,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.schedules import MUON_LENGTH
+from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
 InnerOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -223,15 +223,6 @@ def decoded(codec: Codec, vector: Tensor, blocks: Tensor) -> Tensor:
     return levels * scale[place]
 
 
-# Coefficients of :func:`_orthogonal`, those of emerging-optimizers.
-_NEWTON_SCHULZ = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-
 _State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
 
 
@@ -265,7 +256,7 @@ def _nesterov(
 def _orthogonal(matrix: Tensor) -> Tensor:
     """Nearly the orthogonal matrix next to one: singular values are mapped by odd polynomials towards 1, arXiv 2502.16982."""
     x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
-    for a, b, c in _NEWTON_SCHULZ:
+    for a, b, c in NEWTON_SCHULZ:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

@@ -113,6 +113,18 @@ PRESETS: dict[str, Preset] = {
 MUON_LENGTH = 2.0
 """Length of an orthogonal matrix over that of the pseudo-gradient, with ``--pier-outer-rule muon``: docs/study.md."""
 
+NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of the iterations that make it orthogonal, those that Megatron's Muon takes by default.
+
+Source: KellerJordan/modded-nanogpt, by way of emerging-optimizers' ``quintic``.
+"""
+
 AUTO = "auto"
 """Stands for the preset that suits a run."""
 

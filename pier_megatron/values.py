@@ -145,7 +145,10 @@ def function_name(text: str) -> str:
     return _in_module(text, "a function in it, such as recipes:llama_tiny")
 
 
-OUTER_RULES = ("nesterov", "muon")
+ORTHOGONAL = "muon"
+"""Rule of outer steps that makes matrices orthogonal."""
+
+OUTER_RULES = ("nesterov", ORTHOGONAL)
 """Rules of outer steps that have a name."""
 
 

@@ -38,6 +38,10 @@ _LATE = _replace(BASE, overlap=10)
 _LONG = _replace(CLAIM, method="pier", learning_rate=1e-3)
 _LONG_WINNER = _replace(_LONG, rule=WINNER.rule, rule_rate=WINNER.rule_rate)
 
+def _iterations(number: int) -> str:
+    return f"{number} iteration{'s' * (number > 1)}"
+
+
 FAMILIES: Mapping[str, Mapping[str, Run]] = {
     "Before": {
         "`pier-annealed`": BASE,
@@ -47,6 +51,12 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
     "Inner moments at outer steps": {
         "the mean of second moments": _replace(BASE, moments="second"),
         "the mean of both moments (local Adam)": _replace(BASE, moments="both"),
+        "both, every 2 outer steps": _replace(BASE, moments="both", moments_interval=2),
+        "both, every 4": _replace(BASE, moments="both", moments_interval=4),
+        "the first each time, the second every 4 (DES-LOC)": _replace(BASE, moments="both", second_interval=4),
+        "both, in `int8`": _replace(BASE, moments="both", moments_dtype="int8"),
+        "both, in `int4`": _replace(BASE, moments="both", moments_dtype="int4"),
+        "both, in `int4`, every 4": _replace(BASE, moments="both", moments_dtype="int4", moments_interval=4),
         "both, the second with the noise of a mean over 8 groups": _replace(BASE, moments="denoised", moments_groups=8),
         "both, the second with the noise of a mean over 2 groups": _replace(BASE, moments="denoised", moments_groups=2),
     },
@@ -70,10 +80,18 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "a number's step as long as groups' own, where their mean is small": _replace(BASE, rule="restored"),
         "a tensor's step as long as groups' own": _replace(BASE, rule="restored tensor"),
     },
-    "Mixing at a delayed apply, after 10 iterations": {
-        "result plus progress": _LATE,
+    "Mixing at a delayed apply": {
+        "after 10 iterations: result plus progress": _LATE,
         "half own weights, half new anchor (torchft's alpha)": _replace(_LATE, mixing=0.5),
         "the new anchor alone": _replace(_LATE, mixing=0.0),
+        **{
+            f"after {_iterations(overlap)}, `{dtype}`: {what}": _replace(
+                BASE, overlap=overlap, dtype=dtype, sum_dtype=dtype, mixing=mixing
+            )
+            for overlap in (1, 5, 10)
+            for dtype in ("int8", "int2")
+            for what, mixing in (("result plus progress", None), ("half and half", 0.5))
+        },
     },
     "Intervals, as many outer steps": {
         "from H / 2 to 3 H / 2": _replace(BASE, intervals="rising"),
@@ -98,7 +116,15 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "`local-sgd`": _replace(WINNER, method="local-sgd"),
         "half the learning rate": _replace(WINNER, learning_rate=4e-3),
         "twice the learning rate": _replace(WINNER, learning_rate=1.6e-2),
+        "H = 50, `pier-rising`": _replace(WINNER, interval=50, method="pier-rising"),
+        "H = 50, `pier-rising`, Nesterov's rule": _replace(BASE, interval=50, method="pier-rising"),
+        "H = 100, `pier-rising`": _replace(WINNER, interval=100, method="pier-rising"),
+        "H = 100, `pier-rising`, Nesterov's rule": _replace(BASE, interval=100, method="pier-rising"),
+        "H = 5": _replace(WINNER, interval=5),
+        "H = 5, `pier-frequent`": _replace(WINNER, interval=5, method="pier-frequent"),
+        "H = 5, `pier-frequent`, Nesterov's rule": _replace(BASE, interval=5, method="pier-frequent"),
         "and the mean of both moments": _replace(WINNER, moments="both"),
+        "and both moments in `int4`": _replace(WINNER, moments="both", moments_dtype="int4"),
         "and both moments, the second with the noise of 2 groups": _replace(WINNER, moments="denoised", moments_groups=2),
     },
     "Other set-ups": {
@@ -145,6 +171,10 @@ class Gaps:
         """Takes all of the surveys; the first one that has a run says."""
         self._outcomes = {run: outcome for survey in reversed(surveys) for run, outcome in survey.items()}
 
+    def __contains__(self, run: Run) -> bool:
+        """Whether a run is in any of the surveys."""
+        return run in self._outcomes
+
     def of(self, run: Run, seeds: Iterable[int]) -> list[float]:
         """Those of a run with some of these seeds, as far as they have been trained."""
         each = [(seeded, synchronous(seeded)) for seeded in (_replace(run, seed=seed) for seed in seeds)]
@@ -182,8 +212,8 @@ def main() -> None:
         first = [run for rows in FAMILIES.values() for run in rows.values()]
         again = [_replace(run, seed=seed) for run in (BASE, WINNER) for seed in (*CHOSEN_ON, *REPORTED_ON)]
         # The longest train together: long_runs.
-        runs = (run for run in (*first, *again) if run.iterations < CLAIM.iterations)
-        survey.train(each for run in runs for each in (run, synchronous(run)))
+        runs, known = (run for run in (*first, *again) if run.iterations < CLAIM.iterations), gaps()
+        survey.train(each for run in runs for each in (run, synchronous(run)) if each not in known)
     print(page(), end="")
 
 

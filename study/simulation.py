@@ -69,6 +69,7 @@ class Run:
         moments: AdamW's moments that are averaged in outer steps: "", "second", or "both"; "denoised" for both, after which the
             second has the noise of a mean over ``moments_groups`` groups.
         moments_interval: Outer steps between these averages.
+        second_interval: The same for the second moment, where it has an interval of its own (DES-LOC, arXiv 2505.22549).
         moments_groups: See ``moments``.
         moments_dtype: What moments are sent as, the second as its square root.
         mixing: Share of a group's own weights where a late result is applied, and of the new anchor for the rest (torchft's
@@ -112,6 +113,7 @@ class Run:
     rule_rate: float = 1.0
     moments: str = ""
     moments_interval: int = 1
+    second_interval: int | None = None
     moments_groups: int = 1
     moments_dtype: str = "fp32"
     mixing: float | None = None
@@ -181,15 +183,15 @@ class Inner:
         """Takes means over the groups after an outer step: of the slow momenta, and of the moments that are due."""
         self._slow = {name: _of_mean(slow).expand_as(slow).clone() for name, slow in self._slow.items()}
         run = self._run
-        if not run.moments or outer_steps % run.moments_interval:
-            return
+        sends_first = run.moments in ("both", "denoised") and outer_steps % run.moments_interval == 0
+        sends_second = bool(run.moments) and outer_steps % (run.second_interval or run.moments_interval) == 0
         for name, second in self._second.items():
-            first, rows = self._first[name], second.flatten(1)
-            second.copy_(_of_mean(self._sent(rows.sqrt()).square()).view_as(second[:1]))
-            if run.moments == "second":
-                continue
-            first.copy_(_of_mean(self._sent(first.flatten(1))).view_as(first[:1]))
-            if run.moments == "denoised":
+            first = self._first[name]
+            if sends_second:
+                second.copy_(_of_mean(self._sent(second.flatten(1).sqrt()).square()).view_as(second[:1]))
+            if sends_first:
+                first.copy_(_of_mean(self._sent(first.flatten(1))).view_as(first[:1]))
+            if sends_second and run.moments == "denoised":
                 signal = (first / (1 - BETA1**self._steps)).square() * (1 - BETA2**self._steps)
                 second.copy_(signal + (second - signal).clamp(min=0) / run.moments_groups)
 

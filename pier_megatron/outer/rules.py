@@ -8,21 +8,19 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL, sum_of_bits
-from pier_megatron.schedules import MUON_LENGTH
+from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
 from pier_megatron.values import OUTER_RULES
-
-NEWTON_SCHULZ = 5
-"""Iterations of Newton and Schulz, with the coefficients that Megatron's Muon takes by default."""
 
 _TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, REDUCED, *WORK)
 
@@ -134,37 +132,45 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     In full precision, whatever the training script has set: all groups must compute the same bits.
     """
-    newton_schulz, in_precision = newton_schulz_of_package()
-    with in_precision("highest"), torch.autocast(matrix.device.type, enabled=False):
-        direction: Tensor = newton_schulz(matrix, NEWTON_SCHULZ)
-        return direction.mul_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = functional.normalize(matrix.mT if is_tall else matrix, dim=(0, 1), eps=1e-7)
+    with _full_precision(), torch.autocast(matrix.device.type, enabled=False):
+        for a, b, c in NEWTON_SCHULZ:
+            gram = x @ x.mT
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.mT if is_tall else x
+    return x.mul_(MUON_LENGTH * matrix.norm() / x.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of float32 matrices without TF32 and BF16.
+
+    Each library is told by itself: the one setting for all of them cannot be read once a script has told one of them.
+    """
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch 2.8.
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return
+    libraries = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    set_before = [library.fp32_precision for library in libraries]
+    try:
+        for library in libraries:
+            library.fp32_precision = "ieee"
+        yield
+    finally:
+        for library, precision in zip(libraries, set_before, strict=True):
+            library.fp32_precision = precision
 
 
 def bits_of_products(device: torch.device) -> Tensor:
     """Returns the sum of the bits of one orthogonal matrix: other processors, libraries and releases round otherwise."""
     drawn = torch.randn(192, 128, generator=torch.Generator().manual_seed(1), device="cpu")
     return sum_of_bits(orthogonalised(drawn.to(device)).flatten())
-
-
-@functools.cache
-def newton_schulz_of_package() -> tuple[
-    Callable[[Tensor, int], Tensor], Callable[[str], contextlib.AbstractContextManager[None]]
-]:
-    """Returns the iterations of emerging-optimizers, and what sets the precision of their products.
-
-    Raises:
-        PierConfigError: If there is no such package.
-    """
-    try:
-        muon, utils = (
-            importlib.import_module(f"emerging_optimizers.{name}") for name in ("orthogonalized_optimizers.muon_utils", "utils")
-        )
-        return muon.newton_schulz, utils.fp32_matmul_precision
-    except (ImportError, AttributeError) as error:
-        raise PierConfigError(
-            f"--pier-outer-rule muon needs the package emerging-optimizers ({error}): pip install "
-            "'emerging-optimizers>=0.2,<0.4', or this plugin with the extra [muon]."
-        ) from error
 
 
 class NoLoCo(OuterRule):
@@ -213,9 +219,6 @@ def rule_class(config: PierConfig) -> type[OuterRule]:
     """Returns the class of the rule by which all groups take outer steps; see :func:`rule_at`."""
     if config.outer_rule is None:
         return Nesterov
-    if RULES.get(config.outer_rule) is Muon:
-        # A package that is missing is better known now than at the first outer step.
-        newton_schulz_of_package()
     return RULES[config.outer_rule] if config.outer_rule in RULES else _imported(config.outer_rule)
 
 

@@ -281,7 +281,7 @@ class OuterSteps:
                 raise PierConfigError(
                     f"--pier-outer-rule {self._config.rule_name}: groups {differing} round matrix products otherwise than "
                     f"group {exchange.groups[0]}, and anchors would differ. Run all groups on one kind of processor with the "
-                    "same releases of PyTorch and emerging-optimizers, or drop the flag."
+                    "same release of PyTorch, or use --pier-outer-rule nesterov."
                 )
 
     @contextlib.contextmanager

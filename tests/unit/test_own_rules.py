@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import io
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.startup import Takes
-from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot, rules
+from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot
 from pier_megatron.outer.chunks import matrix_in
-from pier_megatron.outer.rules import orthogonalised, rule_class
+from pier_megatron.outer.rules import orthogonalised
 from pier_megatron.outer.state import OuterState
 
 SETTINGS: list[dict[str, Any]] = [
@@ -261,16 +260,12 @@ def test_the_rule_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(loop.states[0].anchor, built_in.states[0].anchor, rtol=1e-6, atol=1e-6)
 
 
-def test_orthogonal_steps_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (
-        "emerging_optimizers",
-        "emerging_optimizers.utils",
-        "emerging_optimizers.orthogonalized_optimizers.muon_utils",
-    ):
-        monkeypatch.setitem(sys.modules, module, None)
-    rules.newton_schulz_of_package.cache_clear()
-    with pytest.raises(PierConfigError, match=r"--pier-outer-rule muon needs the package emerging-optimizers.*\[muon\]"):
-        rule_class(_config(outer_rule="muon"))
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (8, 8), (1, 5)])
+def test_orthogonal_is_what_muon_takes(shape: tuple[int, int]) -> None:
+    muon_utils = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    found, wanted = orthogonalised(matrix), muon_utils.newton_schulz(matrix, 5)
+    torch.testing.assert_close(found / found.norm(), wanted / wanted.norm(), rtol=0, atol=1e-6)
 
 
 def test_orthogonal_is_twice_as_long_and_nothing_stays_nothing() -> None:
@@ -292,6 +287,11 @@ def test_orthogonal_has_the_same_bits_whatever_the_script_sets() -> None:
         with torch.autocast("cpu"):
             assert torch.equal(orthogonalised(matrix), usual)
         assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        # After this PyTorch cannot say what it is set to as a whole.
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert torch.equal(orthogonalised(matrix), usual)
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.set_float32_matmul_precision("highest")
 
