@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from codings import CODINGS
-from frontier_runs import PARTS, all_runs
+from frontier_runs import ANNEALED, PARTS, all_runs
 from law import markdown
 from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
+from search import WINNER
 from simulation import Run, config_of
 
 NAMES = {ADAM: "AdamW", MUON: "Muon"}
@@ -23,7 +24,7 @@ NAMES = {ADAM: "AdamW", MUON: "Muon"}
 # Where it was tried against delay, the gap is that to synchronous Muon at its best rate.
 _LOWER_MUON_RATE = 3e-2
 _RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
-_SEEDS = (1, 2, 3)
+_SEEDS, _USUAL = (1, 2, 3), Run()
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 32)
 
 
@@ -34,6 +35,9 @@ def main() -> None:
     parser.add_argument(
         "--baselines", type=Path, default=Path("docs/survey.jsonl"), help="file of synchronous and FP32 runs (%(default)s)"
     )
+    parser.add_argument(
+        "--search", type=Path, default=Path("docs/search.jsonl"), help="file of runs with orthogonal steps (%(default)s)"
+    )
     parser.add_argument("--train", action="store_true", help="train what is missing: hours")
     parser.add_argument("--processes", type=int, help="runs trained at a time (as many as there are processors)")
     parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
@@ -41,13 +45,14 @@ def main() -> None:
     options = parser.parse_args()
     survey = Survey(options.runs, options.corpus.resolve(), options.processes, is_brief=True)
     earlier = Survey(options.baselines, options.corpus.resolve())
+    orthogonal = Survey(options.search, options.corpus.resolve())
     if options.train:
         survey.train(run for run in all_runs() if run not in earlier)
     points = Points(survey, earlier)
     for title, runs in PARTS.items():
         if any(run in survey for run in runs):
             print(f"## {title}\n\n{points.table(runs)}\n")
-    _draw(points, options.output / "frontier.png")
+    _draw(points, Points(orthogonal, earlier), options.output / "frontier.png")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +149,9 @@ class Points:
                 best.append(point)
         return best
 
-    def comparable(self, inner: str, groups: int) -> list[Run]:
-        """Runs of the study's length, batch and model, in the open, in codecs of the plugin."""
-        return [run for run in self._outcomes if _is_comparable(run, inner, groups)]
+    def comparable(self, inner: str, groups: int, usual: Run = _USUAL) -> list[Run]:
+        """Runs of the usual length, batch, model and rule, in the open, in codecs of the plugin."""
+        return [run for run in self._outcomes if _is_comparable(run, dataclasses.replace(usual, inner=inner, groups=groups))]
 
     def between(self, inner: str, other: str) -> float:
         """Final loss of synchronous training with one inner optimizer above that with another."""
@@ -170,9 +175,9 @@ def _synchronous(run: Run) -> Run:
     return Run(SYNCHRONOUS, **{name: getattr(run, name) for name in alike})
 
 
-def _is_comparable(run: Run, inner: str, groups: int) -> bool:
+def _is_comparable(run: Run, usual: Run) -> bool:
     settings = ("seed", "method", "interval", "dtype", "sum_dtype", "outer_momentum", "outer_lr")
-    usual = Run(inner=inner, groups=groups, **{name: getattr(run, name) for name in settings})
+    usual = dataclasses.replace(usual, **{name: getattr(run, name) for name in settings})
     plugins = run.dtype == run.sum_dtype and "," not in run.dtype
     return run == usual and plugins and run.method != SYNCHRONOUS
 
@@ -216,7 +221,7 @@ def _delay(run: Run) -> str:
     return f"{run.overlap}{prediction if run.own_share != 1 or run.predicted_share else ''}"
 
 
-def _draw(points: Points, path: Path) -> None:
+def _draw(points: Points, orthogonal: Points, path: Path) -> None:
     """Draws gaps over bits: one panel for each inner optimizer."""
     import matplotlib
 
@@ -226,6 +231,12 @@ def _draw(points: Points, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(4.6, 7.4), layout="constrained")
     for panel, inner in zip(axes, (MUON, ADAM), strict=True):
         _draw_panel(points, panel, inner)
+        found = orthogonal.of(run for run in orthogonal.comparable(inner, 8, WINNER) if run.method == ANNEALED[inner])
+        if found:
+            places, gaps, spreads = zip(*((point.bits, point.gap, point.spread) for point in found), strict=True)
+            label = "orthogonal outer steps"
+            panel.errorbar(places, gaps, spreads, fmt="*", markersize=9, capsize=3, color="black", label=label)
+        panel.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     figure.suptitle("Loss above synchronous training, 8 groups", fontsize=11)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -256,7 +267,6 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
     axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
     axes.set_ylabel("nats per byte")
-    axes.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     axes.grid(alpha=0.3)
 
 

@@ -38,6 +38,7 @@ _LATE = _replace(BASE, overlap=10)
 _LONG = _replace(CLAIM, method="pier", learning_rate=1e-3)
 _LONG_WINNER = _replace(_LONG, rule=WINNER.rule, rule_rate=WINNER.rule_rate)
 
+
 def _iterations(number: int) -> str:
     return f"{number} iteration{'s' * (number > 1)}"
 

@@ -16,7 +16,9 @@ from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.schedules import NEWTON_SCHULZ
 from pier_megatron.settings import settings_of
+from pier_megatron.values import ORTHOGONAL
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
@@ -27,6 +29,12 @@ _BLOCKING_PASSES, _OVERLAPPED_PASSES = 26, 33
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 # and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py.
 _CODING = 16
+
+# Operations that orthogonalise a matrix, over its numbers and its shorter side, by count: Newton-Schulz with square matrices.
+_ORTHOGONALISING = 6 * len(NEWTON_SCHULZ)
+
+# FP32 products run without tensor cores: 19.5 TFLOP/s on an A100, whose BF16 has 312, and nearer to their peak.
+_FP32_RATE = 1 / 8
 
 # Bytes per owned parameter of the parameters themselves, and of one flat buffer such as the anchor, the momentum, the residual.
 _BUFFER = 4
@@ -53,6 +61,7 @@ class Job:
         parameter_bytes: Bytes on the wire of a parameter that is gathered inside a group; BF16's by default.
         experts: Those of the parameters of a shard that are routed experts'.
         expert_owners: Ranks of a group that hold the same ones.
+        matrix_side: Shorter side of most matrices of a rank.
     """
 
     flops: float
@@ -65,6 +74,7 @@ class Job:
     parameter_bytes: float = 2
     experts: float = 0
     expert_owners: int = 1
+    matrix_side: float = 0
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Job":
@@ -84,6 +94,7 @@ class Job:
             parameter_bytes=planned_sizes.gathered_bytes(args),
             experts=planned_sizes.experts_of_first_shard(args),
             expert_owners=planned_sizes.owners(args, of_experts=True),
+            matrix_side=min(args.hidden_size, planned_sizes.largest_matrix(args) // args.hidden_size),
         )
 
     @property
@@ -120,6 +131,7 @@ class Prediction:
         passing: Seconds in which a number of every owned parameter is read or written.
         coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
         copying: Seconds in which one byte of every owned parameter comes from host memory, or goes there.
+        orthogonalising: Seconds in which an outer step makes every matrix orthogonal (``--pier-outer-rule muon``).
     """
 
     compute: float
@@ -133,6 +145,7 @@ class Prediction:
     passing: float
     coding: float
     copying: float
+    orthogonalising: float
 
     def _coding(self, dtype: str) -> float:
         return 0.0 if CODECS[dtype].lossless else self.coding
@@ -160,6 +173,7 @@ class Prediction:
         dtype = config.exchange_dtype
         wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
         passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
+        passes += self.orthogonalising if config.outer_rule == ORTHOGONAL else 0.0
         if not config.offload:
             return wire, passes
         if config.overlap == 0:
@@ -215,6 +229,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         passing=passing,
         coding=2 * _CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
         copying=job.owned / cluster.host_bandwidth,
+        orthogonalising=_ORTHOGONALISING * job.matrix_side * job.owned / (_FP32_RATE * cluster.flops),
     )
 
 
