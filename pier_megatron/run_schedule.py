@@ -98,6 +98,11 @@ class RunSchedule(Settings):
         return self.outer_rule or ("nesterov" if self.has_common_anchor else "noloco")
 
     @property
+    def orthogonal_length(self) -> float:
+        """Norm of a matrix that ``--pier-outer-rule muon`` has made orthogonal, over what it was."""
+        return self._preset.orthogonal_length
+
+    @property
     def groups_in_site(self) -> int:
         """Number of groups of each site; all of them without ``--pier-sites``."""
         return self.groups // (self.sites or 1)
