@@ -34,10 +34,8 @@ class PierConfig(RunSchedule):
         # Out of their range, values would make nonsense of the other checks.
         Problems(list(self._out_of_range())).report()
         if self.preset == AUTO:
-            # What follows, and what a checkpoint stores, is of a schedule and a rule, however they were chosen.
-            suited = self.suited
-            object.__setattr__(self, "preset", suited.preset)
-            object.__setattr__(self, "outer_rule", self.outer_rule or suited.rule)
+            # What follows, and what a checkpoint stores, is of a schedule, however it was chosen.
+            object.__setattr__(self, "preset", self.suited_preset[0])
         checks = (
             self._wrong_of_islands,
             self._wrong_together,
@@ -281,7 +279,7 @@ class PierConfig(RunSchedule):
     def warnings(self) -> list[str]:
         """What is allowed but likely to disappoint, one sentence each."""
         found, steps = self._warnings_of_short_run(), self.train_iters
-        horizon, suited = self.momentum_horizon(), self.suited.preset
+        horizon, suited = self.momentum_horizon(), self.suited_preset[0]
         # A preset that keeps to a horizon of its own has not been seen to overshoot: docs/study.md.
         is_limited = self.outer_momentum is None and (self._preset.longest_horizon is not None or self.preset == suited)
         if horizon > _LONG_HORIZON and not is_limited:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.schedules import NEWTON_SCHULZ
+from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
 InnerOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -239,13 +239,13 @@ def _nesterov(
 ) -> dict[int, _State]:
     """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite.
 
-    Its ``matrices`` are made orthogonal first, ``config.orthogonal_length`` times as long as they were.
+    Its ``matrices`` are made orthogonal first, twice as long as they were.
     """
     mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack(list(own.values())).mean(0)
     for matrix in matrices(delta):
         direction = _orthogonal(matrix)
-        matrix.copy_(config.orthogonal_length * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
+        matrix.copy_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
     stepped = {}
     for group, (anchor, momentum) in states.items():
         new_momentum = mu * momentum + delta

@@ -7,7 +7,6 @@ from functools import cached_property
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 from pier_megatron.settings import Settings
-from pier_megatron.values import ORTHOGONAL
 
 # Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for: docs/frontier.md.
 _SHORT_INTERVAL = 5
@@ -23,21 +22,6 @@ _CHUNK_MIB = {"cpu": 16, "cuda": 64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Suited:
-    """What suits a run.
-
-    Attributes:
-        preset: Schedule of the outer momentum and learning rate.
-        why: For what, in words that follow "for".
-        rule: Rule of outer steps, None for the one that needs no name.
-    """
-
-    preset: str
-    why: str
-    rule: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class RunSchedule(Settings):
     """The settings of a run with everything that is derived from them; the symbols are those of arXiv 2511.17849.
 
@@ -50,26 +34,23 @@ class RunSchedule(Settings):
         return PRESETS[self.preset]
 
     @property
-    def suited(self) -> Suited:
-        """What ``--pier-preset auto`` takes."""
+    def suited_preset(self) -> tuple[str, str]:
+        """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
         if self.subgroup_size is not None:
-            return Suited("noloco", "groups that exchange in subgroups")
+            return "noloco", "groups that exchange in subgroups"
         # A momentum of the user's own has a use for its warmup.
         if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:
             if self.sync_interval == 1 and not self.overlap:
-                return Suited("local-sgd", "an outer step after every iteration")
-            return Suited("pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations")
+                return "local-sgd", "an outer step after every iteration"
+            return "pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations"
         if self.inner_optimizer == "muon":
-            return Suited("pier-muon-annealed", "Muon inside")
-        # Whoever sets the momentum or the learning rate knows them of Nesterov's steps.
-        rule = ORTHOGONAL if self.outer_momentum is None and self.outer_lr is None else None
+            return "pier-muon-annealed", "Muon inside"
         if self.local_intervals < _MANY_OUTER_STEPS:
-            return Suited("pier-rising", f"fewer than {_MANY_OUTER_STEPS} outer steps with AdamW inside", rule)
+            return "pier-rising", f"fewer than {_MANY_OUTER_STEPS} outer steps with AdamW inside"
         is_long = self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER
         if is_long and self.outer_momentum is None:
-            steps, interval = _OUTER_STEPS_OF_PAPER, _INTERVAL_OF_PAPER
-            return Suited("pier", f"{steps:,} outer steps or more, H = {interval} or more, with AdamW inside")
-        return Suited("pier-annealed", f"{_MANY_OUTER_STEPS} outer steps or more with AdamW inside", rule)
+            return "pier", f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more, with AdamW inside"
+        return "pier-annealed", f"{_MANY_OUTER_STEPS} outer steps or more with AdamW inside"
 
     @property
     def codec(self) -> Codec:
@@ -96,11 +77,6 @@ class RunSchedule(Settings):
     def rule_name(self) -> str:
         """Name of the rule by which outer steps are taken, as checkpoints record it."""
         return self.outer_rule or ("nesterov" if self.has_common_anchor else "noloco")
-
-    @property
-    def orthogonal_length(self) -> float:
-        """Norm of a matrix that ``--pier-outer-rule muon`` has made orthogonal, over what it was."""
-        return self._preset.orthogonal_length
 
     @property
     def groups_in_site(self) -> int:

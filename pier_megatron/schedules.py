@@ -58,7 +58,6 @@ class Preset:
         longest_horizon: ``mu`` does not rise above ``warmup_momentum`` to where ``1 / (1 - mu)`` exceeds this share of the
             local phase's outer steps; None for no such limit.
         subgroup_size: How many groups meet at an outer step; None for all of them.
-        orthogonal_length: Norm of a matrix that ``--pier-outer-rule muon`` has made orthogonal, over what it was.
     """
 
     warmup_momentum: float | None
@@ -66,7 +65,6 @@ class Preset:
     learning_rate: tuple[Segment, ...]
     longest_horizon: float | None = None
     subgroup_size: int | None = None
-    orthogonal_length: float = 2.0
 
 
 def _rising(highest: float, learning_rate: tuple[float, float], falls_back: float | None = None) -> Preset:
@@ -92,7 +90,6 @@ PRESETS: dict[str, Preset] = {
         warmup_momentum=0.9,
         momentum=(_constant(0.99, length=0.05), _constant(0.95, length=0.05), _constant(0.90)),
         learning_rate=(Segment(0.0, 1.0, 0.10, _linear), _constant(1.1, length=0.60), _constant(0.9)),
-        orthogonal_length=1.0,
     ),
     "pier-cosine": Preset(
         warmup_momentum=0.9,
@@ -113,6 +110,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+MUON_LENGTH = 2.0
+"""Length of an orthogonal matrix over that of the pseudo-gradient, with ``--pier-outer-rule muon``: docs/study.md."""
+
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -120,7 +120,7 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-"""Coefficients of the iterations that make a matrix orthogonal, those that Megatron's Muon takes by default.
+"""Coefficients of the iterations that make it orthogonal, those that Megatron's Muon takes by default.
 
 Source: KellerJordan/modded-nanogpt, by way of emerging-optimizers' ``quintic``.
 """

@@ -126,8 +126,8 @@ class Settings:
     )
     preset: str = setting(
         AUTO,
-        "Schedule of the outer momentum and the outer learning rate; auto takes the one, and the outer rule, that suit the "
-        "number of outer steps, the inner optimizer and the interval, and logs them with their reason.",
+        "Schedule of the outer momentum and the outer learning rate; auto takes the one that suits the number of outer steps, "
+        "the inner optimizer and the interval, and logs it with its reason.",
         # Presets that are added later are accepted too; what auto has here does not matter.
         accepts=Choice(collections.ChainMap(PRESETS, {AUTO: PRESETS["pier"]})),
     )
@@ -155,8 +155,8 @@ class Settings:
     outer_rule: str | None = setting(
         None,
         "Rule of the outer step: nesterov; muon, which makes each matrix of the mean pseudo-gradient orthogonal first; or a "
-        "subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: nesterov, unless "
-        "--pier-preset auto takes muon; with random subgroups, NoLoCo's rule.",
+        "subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: nesterov; with random "
+        "subgroups, NoLoCo's rule.",
         metavar="RULE",
         accepts=outer_rule,
     )

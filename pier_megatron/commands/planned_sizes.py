@@ -129,12 +129,14 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
 
 
 def largest_matrix(args: argparse.Namespace) -> int:
-    """Elements of the largest matrix that a rank holds of a layer: of the attention, or of what comes behind it."""
+    """Elements of the largest matrix that a rank holds: of a layer's attention, or of what comes behind it, or of positions."""
     keys = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     gated, tensor = 2 if args.swiglu else 1, args.tensor_model_parallel_size
     wide = [(args.num_attention_heads + 2 * keys) * args.kv_channels // tensor, gated * args.ffn_hidden_size // tensor]
     if args.num_experts is not None:
         wide.append(gated * args.moe_ffn_hidden_size // args.expert_tensor_parallel_size)
+    if args.position_embedding_type == "learned_absolute":
+        wide.append(args.max_position_embeddings)
     return int(args.hidden_size * max(wide))
 
 

@@ -93,14 +93,11 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
 
 
 def preset(config: PierConfig) -> str:
-    """Names the preset and the rule with their purpose, or those that ``auto`` would choose."""
-    suited = config.suited
-    taken, would_be = _preset_and_rule(config.preset, config.outer_rule), _preset_and_rule(suited.preset, suited.rule)
-    return f"{taken} (suits {suited.why})" if taken == would_be else f"{taken} (auto would be {would_be}, for {suited.why})"
-
-
-def _preset_and_rule(preset: str, rule: str | None) -> str:
-    return f"preset {preset}" + ("" if rule is None else f" with outer rule {rule}")
+    """Names the preset and its purpose, or the one that ``auto`` would choose."""
+    suited, why = config.suited_preset
+    return f"preset {config.preset} " + (
+        f"(suits {why})" if config.preset == suited else f"(auto would be {suited}, for {why})"
+    )
 
 
 def sites(config: PierConfig) -> list[str]:
@@ -257,7 +254,8 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     groups = f"{'group' if config.lighthouse is None else 'island'}{'' if config.groups == 1 else 's'}"
     copying = "overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"
     return [
-        f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
+        f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}"
+        + ("" if config.outer_rule is None else f", outer rule {config.outer_rule}"),
         *who,
         f"iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
@@ -292,7 +290,7 @@ def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     longest = [max((chunk.numel for chunk in state.chunks), default=0) for state in states]
     coding = max(map(wire_of(config).coding_bytes, longest), default=0)
     stored = (chunk.numel for state in states for chunk in state.chunks if chunk.shards.stored is not None)
-    matrices = (numel for state in states for chunk in state.chunks for numel in chunk.matrix_sizes)
+    matrices = (shape.numel() for state in states for chunk in state.chunks for shape in chunk.matrix_shapes)
     own = STORED * max(stored, default=0) + ORTHOGONAL * max(matrices, default=0)
     return work_bytes(config, longest, [state.in_fragments for state in states]) + coding + own
 

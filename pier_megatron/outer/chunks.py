@@ -176,9 +176,9 @@ class Chunk:
         return (vector[at.begin : at.end].view(at.shape) for at in self._matrices)
 
     @property
-    def matrix_sizes(self) -> list[int]:
-        """Numbers of their elements."""
-        return [at.numel for at in self._matrices]
+    def matrix_shapes(self) -> list[torch.Size]:
+        """Their shapes."""
+        return [at.shape for at in self._matrices]
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""

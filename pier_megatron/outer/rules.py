@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator
-from typing import ClassVar, Self
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL, sum_of_bits
-from pier_megatron.schedules import NEWTON_SCHULZ
+from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
 from pier_megatron.values import OUTER_RULES
 
 _TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, REDUCED, *WORK)
@@ -47,11 +47,6 @@ class OuterRule:
     has_common_anchor: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
     takes_matrices: ClassVar[bool] = False
-
-    @classmethod
-    def at(cls, config: PierConfig, iteration: int) -> Self:
-        """Returns the rule of outer steps that begin after an iteration, or of a momentum warmup then."""
-        return cls(config.momentum_at(iteration), config.learning_rate_at(iteration))
 
     def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
         """Updates the anchor and the memory in place, element by element.
@@ -114,35 +109,25 @@ class Nesterov(OuterRule):
         anchor.add_(momentum, alpha=-self.eta * self.mu)
 
 
-@dataclasses.dataclass(frozen=True)
 class Muon(Nesterov):
     """Nesterov momentum on mean pseudo-gradients whose matrices are made orthogonal: docs/study.md.
 
-    Where a parameter is a matrix, ``delta`` becomes ``length |delta| o / |o|`` with ``o`` the orthogonal matrix next to it, by
-    five Newton-Schulz iterations, and Frobenius norms. A tensor-parallel rank takes its part of a matrix for one, as Megatron's
-    Muon can. The momentum warmup, whose pseudo-gradients are those of synchronous steps, takes them as they are.
-
-    Attributes:
-        length: That of the preset.
+    Where a parameter is a matrix, ``delta`` becomes ``2 |delta| o / |o|`` with ``o`` the orthogonal matrix next to it, by five
+    Newton-Schulz iterations, and Frobenius norms. A tensor-parallel rank takes its part of a matrix for one, as Megatron's Muon
+    can. The momentum warmup, whose pseudo-gradients are those of synchronous steps, takes them as they are.
     """
 
-    length: float
     takes_matrices: ClassVar[bool] = True
-
-    @classmethod
-    def at(cls, config: PierConfig, iteration: int) -> Self:
-        """See :meth:`OuterRule.at`."""
-        return cls(config.momentum_at(iteration), config.learning_rate_at(iteration), config.orthogonal_length)
 
     def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step; see :meth:`OuterRule.update`."""
         for matrix in staged.chunk.matrices(staged.shared) if self.eta else ():
-            matrix.copy_(orthogonalised(matrix).mul_(self.length))
+            matrix.copy_(orthogonalised(matrix))
         super().update(staged, is_alone=False)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix next to one, as long as it; float32, of its shape.
+    """The orthogonal matrix next to one, twice as long as it; float32, of its shape.
 
     In full precision, whatever the training script has set: all groups must compute the same bits.
     """
@@ -153,7 +138,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
             gram = x @ x.mT
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.mT if is_tall else x
-    return x.mul_(matrix.norm() / x.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    length: Tensor = MUON_LENGTH * matrix.norm() / x.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return x.mul_(length)
 
 
 @contextlib.contextmanager
@@ -181,9 +167,9 @@ def _full_precision() -> Iterator[None]:
             library.fp32_precision = precision
 
 
-def bits_of_products(device: torch.device) -> Tensor:
+def bits_of_products(device: torch.device, shape: Sequence[int] = (192, 128)) -> Tensor:
     """Returns the sum of the bits of one orthogonal matrix: other processors, libraries and releases round otherwise."""
-    drawn = torch.randn(192, 128, generator=torch.Generator().manual_seed(1), device="cpu")
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(1), device="cpu")
     return sum_of_bits(orthogonalised(drawn.to(device)).flatten())
 
 
@@ -223,7 +209,10 @@ def rule_at(config: PierConfig, iteration: int) -> OuterRule:
     Raises:
         PierConfigError: If ``--pier-outer-rule`` names none.
     """
-    return (rule_class(config) if config.has_common_anchor or config.is_lazy(iteration) else NoLoCo).at(config, iteration)
+    mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
+    if config.has_common_anchor or config.is_lazy(iteration):
+        return rule_class(config)(mu, eta)
+    return NoLoCo(mu, eta)
 
 
 def rule_class(config: PierConfig) -> type[OuterRule]:

@@ -258,6 +258,8 @@ class OuterSteps:
                     under_way.advance()
                     under_way.finish()
                 exchange.gather(torch.zeros(1, device=share.device)).result().tolist()
+            if rule_at(config, first).takes_matrices:
+                self._check_products(first)
         except RuntimeError as error:
             error.add_note(
                 f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
@@ -265,16 +267,20 @@ class OuterSteps:
                 "connection or a timeout, a rank of another group cannot be reached, or its own log says why it failed."
             )
             raise
-        if rule_at(config, first).takes_matrices:
-            self._check_products(first)
 
     def _check_products(self, first: int) -> None:
         """Refuses participants whose matrix products differ in their bits: their anchors would.
 
+        The largest matrix takes the memory that an outer step will.
+
         Raises:
             PierConfigError: With the groups.
         """
-        own = bits_of_products(self._share.device).view(1)
+        shapes = (shape for _, chunk in self._share.chunks(range(self._config.fragments)) for shape in chunk.matrix_shapes)
+        largest = max(shapes, key=torch.Size.numel, default=None)
+        if largest is None:
+            return
+        own = bits_of_products(self._share.device, largest).view(1)
         for exchange in dict.fromkeys(self.peers.known(first)):
             found = exchange.gather(own).result().flatten().tolist()
             if differing := [group for group, bits in zip(exchange.groups, found, strict=True) if bits != found[0]]:

@@ -94,7 +94,6 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any]]] = {
     ),
     "a group diverges under a rule of one's own": ([(4, QUIET), (1, _BAD), (7, QUIET)], _OWN_RULE),
     "orthogonal steps": ([(12, QUIET)], _ORTHOGONAL),
-    "orthogonal steps of the paper's schedule": ([(12, QUIET)], {**_ORTHOGONAL, "preset": "pier"}),
     "orthogonal steps in fragments, low bits in flight, offloaded, stopped behind a group that diverges": (
         [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
         {**_ORTHOGONAL, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},

@@ -57,7 +57,7 @@ def test_a_longer_run_is_told_the_whole_line() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"preset": "noloco"}, "--pier-outer-rule muon is now noloco"),
+        ({"preset": "noloco"}, "outer rule nesterov is now noloco"),
         ({"outer_lr": 0.5}, "--pier-outer-lr None is now 0.5"),
         ({"lazy_start_iters": 200}, "--pier-lazy-start-iters 100 is now 200"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.integration import cautions, startup
+from pier_megatron.integration import cautions
 from pier_megatron.integration.examination import examined_iteration
 
 
@@ -146,38 +146,29 @@ _MUON = {"inner_optimizer": "muon"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "preset", "rule"),
+    ("settings", "preset"),
     [
-        ({"train_iters": 1000}, "pier-rising", "muon"),
-        ({"train_iters": 80_000}, "pier-annealed", "muon"),
-        ({"train_iters": 80_000, "outer_rule": "nesterov"}, "pier-annealed", "nesterov"),
-        ({"train_iters": 80_000, "outer_lr": 1.0}, "pier-annealed", None),
-        ({"train_iters": 80_000, "outer_momentum": 0.0}, "pier-annealed", None),
-        ({"train_iters": 100_000}, "pier", None),
-        ({"train_iters": 100_000, "sync_interval": 49}, "pier-annealed", "muon"),
-        ({"train_iters": 100_000, **_MUON}, "pier-muon-annealed", None),
-        ({"train_iters": 100_000, "outer_momentum": 0.9}, "pier-annealed", None),
-        ({"train_iters": 1000, **_MUON}, "pier-muon-annealed", None),
-        ({"train_iters": 1000, "sync_interval": 2, "exchange_dtype": "int2", **_MUON}, "pier-frequent", None),
-        ({"train_iters": 1000, "sync_interval": 1}, "local-sgd", None),
-        ({"train_iters": 1000, "sync_interval": 1, "overlap": 1}, "pier-frequent", None),
-        ({"train_iters": 1000, "sync_interval": 2, "outer_momentum": 0.5}, "pier-annealed", None),
-        ({"train_iters": 1000, "subgroup_size": 2}, "noloco", None),
-        ({"train_iters": 80_000, "preset": "pier-annealed"}, "pier-annealed", None),
-        ({"train_iters": 100_000, "preset": "diloco"}, "diloco", None),
+        ({"train_iters": 1000}, "pier-rising"),
+        ({"train_iters": 80_000}, "pier-annealed"),
+        ({"train_iters": 100_000}, "pier"),
+        ({"train_iters": 100_000, "sync_interval": 49}, "pier-annealed"),
+        ({"train_iters": 100_000, **_MUON}, "pier-muon-annealed"),
+        ({"train_iters": 100_000, "outer_momentum": 0.9}, "pier-annealed"),
+        ({"train_iters": 1000, **_MUON}, "pier-muon-annealed"),
+        ({"train_iters": 1000, "sync_interval": 2, "exchange_dtype": "int2", **_MUON}, "pier-frequent"),
+        ({"train_iters": 1000, "sync_interval": 1}, "local-sgd"),
+        ({"train_iters": 1000, "sync_interval": 1, "overlap": 1}, "pier-frequent"),
+        ({"train_iters": 1000, "sync_interval": 2, "outer_momentum": 0.5}, "pier-annealed"),
+        ({"train_iters": 1000, "subgroup_size": 2}, "noloco"),
+        ({"train_iters": 100_000, "preset": "diloco"}, "diloco"),
     ],
 )
-def test_preset_and_rule_suit_the_run(settings: dict[str, Any], preset: str, rule: str | None) -> None:
+def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
     chosen = PierConfig(**({"groups": 4} | settings))
-    assert (chosen.preset, chosen.outer_rule) == (preset, rule)
-    # They are resolved once: what is stored is a schedule and a rule.
-    later = dataclasses.replace(chosen, train_iters=100_000)
-    assert (later.preset, later.outer_rule) == (preset, rule)
-    suited = chosen.suited
-    is_suited = (suited.preset, suited.rule) == (preset, rule)
-    assert is_suited is ("preset" not in settings and "outer_rule" not in settings)
-    assert startup.preset(chosen).startswith(f"preset {preset}")
-    assert ("(suits " in startup.preset(chosen)) is is_suited
+    assert chosen.preset == preset
+    # It is resolved once: what is stored is a schedule.
+    assert dataclasses.replace(chosen, train_iters=100_000).preset == preset
+    assert (chosen.suited_preset[0] == preset) is ("preset" not in settings)
 
 
 def test_settings_of_megatron_that_disappoint() -> None:

@@ -225,6 +225,8 @@ def test_bytes_are_those_that_rounds_copy(dtype: str, span: int) -> None:
         ({"ffn_hidden_size": 64}, 64 * 3 * 64 // 2),
         ({"ffn_hidden_size": 64, "group_query_attention": True, "num_query_groups": 1}, 64 * (4 + 2) * 16 // 2),
         ({"num_experts": 8}, 64 * 200),
+        ({"max_position_embeddings": 1024}, 64 * 256 // 2),
+        ({"max_position_embeddings": 1024, "position_embedding_type": "learned_absolute"}, 64 * 1024),
     ],
 )
 def test_largest_matrix_is_that_of_a_rank(changes: dict[str, Any], numel: int) -> None:
@@ -232,6 +234,7 @@ def test_largest_matrix_is_that_of_a_rank(changes: dict[str, Any], numel: int) -
         **{"hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "ffn_hidden_size": 256, "swiglu": False}
         | {"group_query_attention": False, "num_query_groups": 1, "num_experts": None, "moe_ffn_hidden_size": 200}
         | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        | {"max_position_embeddings": 32, "position_embedding_type": "rope"}
         | changes
     )
     assert largest_matrix(args) == numel

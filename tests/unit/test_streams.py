@@ -240,15 +240,7 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
 ) -> None:
     """Chunks of all states are launched together, so that one state may have more on the wire than if it were alone."""
     config = PierConfig(
-        train_iters=24,
-        groups=2,
-        sync_interval=8,
-        lazy_start_iters=8,
-        overlap=overlap,
-        exchange_dtype=dtype,
-        offload=True,
-        # The sums here have no other group whose products could be asked for.
-        outer_rule="nesterov",
+        train_iters=24, groups=2, sync_interval=8, lazy_start_iters=8, overlap=overlap, exchange_dtype=dtype, offload=True
     )
     exchange = GroupExchange(codec=CODECS[dtype], groups=range(2))
     exchange.wire = Wire(exchange.codec, 2)

@@ -229,7 +229,7 @@ class Description:
         pairs = [(flag_of(name), self.settings[name], present.settings[name]) for name in _SETTINGS]
         kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
         pairs.append(("run", kinds[0], kinds[1]))
-        pairs.append(("--pier-outer-rule", self.rule, present.rule))
+        pairs.append(("outer rule", self.rule, present.rule))
         pairs += [
             (flag, self.layout.get(flag, "off"), present.layout.get(flag, "off")) for flag in {**self.layout, **present.layout}
         ]
