@@ -97,7 +97,8 @@ def in_common(
     settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
     of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(PACKAGE)}"}
     if rule_class(config).takes_matrices:
-        of_code["bits of matrix products (for --pier-outer-rule muon islands need processors of one kind)"] = str(bits_of_products(device).item())
+        what = f"bits of matrix products (--pier-outer-rule {config.rule_name} needs processors of one kind)"
+        of_code[what] = str(bits_of_products(device).item())
     if ":" in config.rule_name:
         # Islands have files of their own, and the same name may be another formula.
         source = Path(inspect.getfile(rule_class(config))).read_bytes()
