@@ -16,7 +16,6 @@ from frontier_runs import ANNEALED, PARTS, all_runs
 from law import markdown
 from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
-from search import WINNER
 from simulation import Run, config_of
 
 NAMES = {ADAM: "AdamW", MUON: "Muon"}
@@ -25,6 +24,9 @@ NAMES = {ADAM: "AdamW", MUON: "Muon"}
 _LOWER_MUON_RATE = 3e-2
 _RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
 _SEEDS, _USUAL = (1, 2, 3), Run()
+
+# The winner of search.py.
+_ORTHOGONAL = Run(rule="muon of each inside", rule_rate=2.0)
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 32)
 
 
@@ -231,7 +233,7 @@ def _draw(points: Points, orthogonal: Points, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(4.6, 7.4), layout="constrained")
     for panel, inner in zip(axes, (MUON, ADAM), strict=True):
         _draw_panel(points, panel, inner)
-        found = orthogonal.of(run for run in orthogonal.comparable(inner, 8, WINNER) if run.method == ANNEALED[inner])
+        found = orthogonal.of(run for run in orthogonal.comparable(inner, 8, _ORTHOGONAL) if run.method == ANNEALED[inner])
         if found:
             places, gaps, spreads = zip(*((point.bits, point.gap, point.spread) for point in found), strict=True)
             label = "orthogonal outer steps"

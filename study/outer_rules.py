@@ -93,6 +93,23 @@ class MuonOfDeltaInside(MuonOfDelta):
     with_embeddings = False
 
 
+class MuonAsLongAsOwn(MuonOfDeltaInside):
+    """The same, each as long as ``rate`` times what groups themselves have moved, in the mean square."""
+
+    def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
+        """See :meth:`Nesterov.seen`."""
+        names = iter(self._shapes)
+
+        def one(rows: Tensor, delta: Tensor) -> Tensor:
+            direction = self._orthogonal(next(names), delta)
+            if direction is delta:
+                return delta
+            own = _squares(rows).mean(1).sqrt().view(-1, *[1] * (delta.dim() - 1))
+            return direction * (own / (_norm(delta) + _EPSILON))
+
+        return self._by_tensor(one, rows, delta)
+
+
 class Adam(Nesterov):
     """Adam on pseudo-gradients (FedAdam, arXiv 2003.00295): ``mu`` is its first decay, 0.95 the second.
 
@@ -250,6 +267,7 @@ RULES: dict[str, type[Nesterov]] = {
     "muon of each": MuonOfDelta,
     "muon inside": MuonInside,
     "muon of each inside": MuonOfDeltaInside,
+    "muon as long as own": MuonAsLongAsOwn,
     "adam": Adam,
     "trust": Trust,
     "schedule-free": ScheduleFree,

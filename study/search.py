@@ -31,6 +31,7 @@ WINNER = _replace(_EACH_INSIDE, rule_rate=2.0)
 _MUON_INSIDE = Run("pier-muon-annealed", inner=MUON)
 _LONGER = {"iterations": 2400}
 _WIDER = {"width": 128, "learning_rate": 4e-3}
+_CRITICAL = {"width": 32, "batch": 1024, "learning_rate": 1.6e-2}
 _TWO_BITS = {"dtype": "int2", "sum_dtype": "int2"}
 _LATE = _replace(BASE, overlap=10)
 
@@ -72,6 +73,9 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "the same, twice as long ": _replace(_EACH, rule_rate=2.0),
         "**the same, twice as long, except embeddings: `--pier-outer-rule muon`**": WINNER,
         "the same, three times as long, except embeddings": _replace(WINNER, rule_rate=3.0),
+        "the same, half as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=0.5),
+        "the same, 0.7 times as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=0.7),
+        "the same, as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=1.0),
         "Adam's direction, as long as Nesterov's step": _replace(BASE, rule="adam"),
         "as long as a fifth of the weights (trust ratio)": _replace(BASE, rule="trust", rule_rate=0.2),
         "schedule-free": _replace(BASE, rule="schedule-free", rule_rate=1.5),
@@ -133,11 +137,23 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "4 groups, the winner": _replace(WINNER, groups=4),
         "2400 iterations, pier-annealed": _replace(BASE, **_LONGER),
         "2400 iterations, the winner": _replace(WINNER, **_LONGER),
+        "near the critical batch, pier-annealed": _replace(BASE, **_CRITICAL),
+        "near the critical batch, the winner": _replace(WINNER, **_CRITICAL),
+        "near the critical batch, the winner, as long as before": _replace(WINNER, rule_rate=1.0, **_CRITICAL),
+        "near the critical batch, 0.7 times as long as groups' own": _replace(
+            WINNER, rule="muon as long as own", rule_rate=0.7, **_CRITICAL
+        ),
+        "near the critical batch, half as long as groups' own": _replace(
+            WINNER, rule="muon as long as own", rule_rate=0.5, **_CRITICAL
+        ),
         "width 128, pier-annealed": _replace(BASE, **_WIDER),
         "width 128, the winner": _replace(WINNER, **_WIDER),
         "100,000 iterations, H = 50, width 16, `pier` at its best rate": _LONG,
         "100,000 iterations, the winner, the same rate": _LONG_WINNER,
         "100,000 iterations, the winner, half the rate, the lowest tried": _replace(_LONG_WINNER, learning_rate=5e-4),
+        "100,000 iterations, as long as before, the same rate": _replace(_LONG_WINNER, rule_rate=1.0),
+        "100,000 iterations, as long as before, half the rate": _replace(_LONG_WINNER, rule_rate=1.0, learning_rate=5e-4),
+        "100,000 iterations, as long as before, a quarter": _replace(_LONG_WINNER, rule_rate=1.0, learning_rate=2.5e-4),
         "100,000 iterations, the winner with `pier-annealed`": _replace(_LONG_WINNER, method="pier-annealed"),
         "Muon inside, pier-muon-annealed": _MUON_INSIDE,
         "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule, rule_rate=2.0),
@@ -161,8 +177,8 @@ def synchronous(run: Run) -> Run:
     """What a run is compared with."""
     if run.iterations == CLAIM.iterations:
         return _replace(CLAIM, seed=run.seed, learning_rate=2e-3)
-    alike = {name: getattr(run, name) for name in ("seed", "iterations", "width", "inner")}
-    return Run(SYNCHRONOUS, learning_rate=4e-3 if run.width == 128 else 8e-3, **alike)
+    alike = {name: getattr(run, name) for name in ("seed", "iterations", "width", "inner", "batch")}
+    return Run(SYNCHRONOUS, learning_rate={32: 1.6e-2, 128: 4e-3}.get(run.width, 8e-3), **alike)
 
 
 class Gaps:

@@ -132,7 +132,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     In full precision, whatever the training script has set: all groups must compute the same bits.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.mT if is_tall else matrix) / matrix.norm().clamp(min=1e-7)
+    x: Tensor = (matrix.mT if is_tall else matrix) / matrix.norm().clamp(min=1e-7)
     with _full_precision(), torch.autocast(matrix.device.type, enabled=False):
         for a, b, c in NEWTON_SCHULZ:
             gram = x @ x.mT
