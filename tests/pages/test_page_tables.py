@@ -120,6 +120,10 @@ def test_study_of_orthogonal_steps() -> None:
     assert "after 2,400 iterations it ends at {} ({} without)".format(*longer) in text
     said = "at H = 50 at {} with pier at the lowest rate that was tried ({} without)"
     assert said.format(*(simulated(other[name]) for name in longest)) in text
+    critical = [simulated(other[f"near the critical batch, {which}"]) for which in ("the winner", "pier-annealed")]
+    assert "Near the critical batch it loses: {} ({} without;".format(*critical) in text.replace("**", "")
+    as_before = simulated(other["near the critical batch, the winner, as long as before"])
+    assert f"Steps as long as before end there at {as_before}" in text
     wider = [simulated(other[f"width 128, {which}"]) for which in ("the winner", "pier-annealed")]
     assert "At width 128 it ends at {} ({} without)".format(*wider) in text
     late = [dataclasses.replace(search.WINNER, overlap=overlap) for overlap in (1, 5, 20)]
