@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2212,
+    "": 2218,
     "bridge": 648,
-    "commands": 4006,
+    "commands": 4023,
     "cpu": 646,
     "exchange": 2146,
     "experiments": 4500,
-    "integration": 6306,
+    "integration": 6307,
     "megatron_api": 520,
-    "outer": 3371,
+    "outer": 3380,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

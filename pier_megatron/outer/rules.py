@@ -146,7 +146,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 def _full_precision() -> Iterator[None]:
     """Products of float32 matrices without TF32 and BF16.
 
-    Each library is told by itself: the one setting for all of them cannot be read once a script has told one of them.
+    Each library has a setting of its own: that for all of them cannot be read once a script has changed one.
     """
     if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch 2.8.
         before = torch.get_float32_matmul_precision()
