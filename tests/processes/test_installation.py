@@ -54,7 +54,6 @@ def test_the_demo_installs_no_tools_of_tests_and_pages() -> None:
         ("torch", {}),
         ("torchft", {"lighthouse": "http://other", "island": 0, "lazy_start_iters": 0}),
         ("emerging-optimizers", {"inner_optimizer": "muon"}),
-        ("emerging-optimizers", {"outer_rule": "muon"}),
     ],
 )
 def test_what_no_test_has_run_on_is_not_installed_and_start_up_warns(
