@@ -145,10 +145,7 @@ def function_name(text: str) -> str:
     return _in_module(text, "a function in it, such as recipes:llama_tiny")
 
 
-ORTHOGONAL = "muon"
-"""Rule of outer steps that makes matrices orthogonal."""
-
-OUTER_RULES = ("nesterov", ORTHOGONAL)
+OUTER_RULES = ("nesterov", "muon")
 """Rules of outer steps that have a name."""
 
 

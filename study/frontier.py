@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from codings import CODINGS
-from frontier_runs import ANNEALED, PARTS, all_runs
+from frontier_runs import ANNEALED, ORTHOGONAL, PARTS, all_runs
 from law import markdown
 from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
@@ -24,9 +24,6 @@ NAMES = {ADAM: "AdamW", MUON: "Muon"}
 _LOWER_MUON_RATE = 3e-2
 _RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
 _SEEDS, _USUAL = (1, 2, 3), Run()
-
-# The winner of search.py.
-_ORTHOGONAL = Run(rule="muon of each inside", rule_rate=2.0)
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 32)
 
 
@@ -50,11 +47,11 @@ def main() -> None:
     orthogonal = Survey(options.search, options.corpus.resolve())
     if options.train:
         survey.train(run for run in all_runs() if run not in earlier)
-    points = Points(survey, earlier)
+    points = Points(survey, earlier, orthogonal)
     for title, runs in PARTS.items():
         if any(run in survey for run in runs):
             print(f"## {title}\n\n{points.table(runs)}\n")
-    _draw(points, Points(orthogonal, earlier), options.output / "frontier.png")
+    _draw(points, options.output / "frontier.png")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +220,7 @@ def _delay(run: Run) -> str:
     return f"{run.overlap}{prediction if run.own_share != 1 or run.predicted_share else ''}"
 
 
-def _draw(points: Points, orthogonal: Points, path: Path) -> None:
+def _draw(points: Points, path: Path) -> None:
     """Draws gaps over bits: one panel for each inner optimizer."""
     import matplotlib
 
@@ -233,12 +230,6 @@ def _draw(points: Points, orthogonal: Points, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(4.6, 7.4), layout="constrained")
     for panel, inner in zip(axes, (MUON, ADAM), strict=True):
         _draw_panel(points, panel, inner)
-        found = orthogonal.of(run for run in orthogonal.comparable(inner, 8, _ORTHOGONAL) if run.method == ANNEALED[inner])
-        if found:
-            places, gaps, spreads = zip(*((point.bits, point.gap, point.spread) for point in found), strict=True)
-            label = "orthogonal outer steps"
-            panel.errorbar(places, gaps, spreads, fmt="*", markersize=9, capsize=3, color="black", label=label)
-        panel.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     figure.suptitle("Loss above synchronous training, 8 groups", fontsize=11)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -248,9 +239,9 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
     every = points.of(points.comparable(inner, 8))
     for place, dtype in enumerate(("fp32", "int4", "int2", "int1")):
         found = [point for point in every if point.run.dtype == dtype]
-        if found:
-            places, gaps, spreads = zip(*((point.bits, point.gap, point.spread) for point in found), strict=True)
-            axes.errorbar(places, gaps, spreads, fmt="o", capsize=3, color=f"C{place}", label=dtype)
+        _draw_points(axes, found, fmt="o", color=f"C{place}", label=dtype)
+    steps = points.of(run for run in points.comparable(inner, 8, ORTHOGONAL) if run.method == ANNEALED[inner])
+    _draw_points(axes, steps, fmt="*", markersize=9, color="black", label="orthogonal outer steps")
     best = points.frontier(inner, 8)
     axes.plot([point.bits for point in best], [point.gap for point in best], color="grey", linewidth=1, zorder=0)
     labelled = 0.0
@@ -269,7 +260,14 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
     axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
     axes.set_ylabel("nats per byte")
+    axes.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     axes.grid(alpha=0.3)
+
+
+def _draw_points(axes: Any, found: list[Point], **style: Any) -> None:
+    if found:
+        places, gaps, spreads = zip(*((point.bits, point.gap, point.spread) for point in found), strict=True)
+        axes.errorbar(places, gaps, spreads, capsize=3, **style)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ AVERAGING = "local-sgd"
 ANNEALED = {ADAM: "pier-annealed", MUON: "pier-muon-annealed"}
 """The presets with momentum that end best: docs/study.md."""
 
+ORTHOGONAL = Run(rule="muon of each inside", rule_rate=2.0)
+"""``--pier-outer-rule muon``, the winner of search.py."""
+
 
 def averaging(inner: str, interval: int, dtype: str = "fp32") -> Run:
     """Plain averaging after every interval."""

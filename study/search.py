@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from frontier_runs import ORTHOGONAL
 from long_runs import CLAIM, spread
 from records import Survey
 from rows import ITERATIONS, MUON, SYNCHRONOUS
@@ -23,9 +24,8 @@ BASE = Run("pier-annealed")
 _STEP = _replace(BASE, rule="muon")
 _INSIDE = _replace(BASE, rule="muon inside")
 _EACH = _replace(BASE, rule="muon of each")
-_EACH_INSIDE = _replace(BASE, rule="muon of each inside")
 
-WINNER = _replace(_EACH_INSIDE, rule_rate=2.0)
+WINNER = _replace(ORTHOGONAL, method=BASE.method)
 """``--pier-outer-rule muon``."""
 
 _MUON_INSIDE = Run("pier-muon-annealed", inner=MUON)

@@ -9,7 +9,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2218,
+    "": 2215,
     "bridge": 648,
     "commands": 4023,
     "cpu": 646,
@@ -17,7 +17,7 @@ _FLOORS = {
     "experiments": 4500,
     "integration": 6307,
     "megatron_api": 520,
-    "outer": 3380,
+    "outer": 3379,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -258,8 +258,7 @@ class OuterSteps:
                     under_way.advance()
                     under_way.finish()
                 exchange.gather(torch.zeros(1, device=share.device)).result().tolist()
-            if rule_at(config, first).takes_matrices:
-                self._check_products(first)
+            self._check_products(first)
         except RuntimeError as error:
             error.add_note(
                 f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
@@ -271,7 +270,7 @@ class OuterSteps:
     def _check_products(self, first: int) -> None:
         """Refuses participants whose matrix products differ in their bits: their anchors would.
 
-        The largest matrix takes the memory that an outer step will.
+        The largest matrix takes the memory that an outer step will; without a rule for matrices there is none.
 
         Raises:
             PierConfigError: With the groups.

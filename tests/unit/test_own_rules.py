@@ -22,7 +22,7 @@ from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Shards, Snapshot
 from pier_megatron.outer.chunks import matrix_in
-from pier_megatron.outer.rules import orthogonalised
+from pier_megatron.outer.rules import bits_of_products, orthogonalised
 from pier_megatron.outer.state import OuterState
 
 SETTINGS: list[dict[str, Any]] = [
@@ -304,9 +304,13 @@ def test_groups_that_round_otherwise_are_refused_at_the_start(rule: str | None, 
     with (
         mock.patch.object(GroupExchange, "gather", return_value=gathered),
         mock.patch("pier_megatron.outer.steps.sum_over"),
+        mock.patch("pier_megatron.outer.steps.bits_of_products", wraps=bits_of_products) as bits,
         refused if is_refused else contextlib.nullcontext(),
     ):
         loop.rehearse()
+    # It takes the memory and the kernels of the largest matrix.
+    shapes = [shape for chunk in loop.states[0].chunks for shape in chunk.matrix_shapes]
+    assert [call.args[1] for call in bits.call_args_list] == ([max(shapes, key=torch.Size.numel)] if is_refused else [])
 
 
 def test_another_rule_is_another_run() -> None:

@@ -172,6 +172,19 @@ def test_blocking_step_hides_copies_or_is_hidden_behind_them() -> None:
     assert found.mean_iteration(_PAIRS) == pytest.approx(4 + 2 * _VECTOR / 50)
 
 
+@pytest.mark.parametrize("overlap", [0, 25])
+def test_groups_wait_for_orthogonal_steps(overlap: int) -> None:
+    found = predict(dataclasses.replace(_7B, matrix_side=4096), _A100)
+    # Five iterations of six operations for each number and each element of the shorter side, at an eighth of the rate.
+    seconds = 5 * 6 * 4096 * _7B.owned / (_A100.flops / 8)
+    assert found.orthogonalising == pytest.approx(seconds)
+    waits = {
+        rule: found.exposed(PierConfig(train_iters=80_000, groups=_7B.groups, overlap=overlap, outer_rule=rule))
+        for rule in ("nesterov", "muon")
+    }
+    assert waits["muon"] - waits["nesterov"] == pytest.approx(seconds)
+
+
 def test_overlapped_step_waits_for_all_copies() -> None:
     found = predict(_7B, _A100)
     assert found.exposed(with_settings(overlap=25)) == pytest.approx(_OVERLAPPED_PASSES)

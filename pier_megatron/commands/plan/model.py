@@ -16,9 +16,9 @@ from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.schedules import NEWTON_SCHULZ
 from pier_megatron.settings import settings_of
-from pier_megatron.values import ORTHOGONAL
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
@@ -173,7 +173,7 @@ class Prediction:
         dtype = config.exchange_dtype
         wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
         passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
-        passes += self.orthogonalising if config.outer_rule == ORTHOGONAL else 0.0
+        passes += self.orthogonalising if rule_class(config).takes_matrices else 0.0
         if not config.offload:
             return wire, passes
         if config.overlap == 0:
