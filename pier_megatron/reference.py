@@ -7,7 +7,6 @@ arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105; Kolehmainen et al., "NoLoCo
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
+from pier_megatron.schedules import NEWTON_SCHULZ
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
 InnerOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -64,7 +63,7 @@ def train(
         blocks: Numbers of the blocks that share a scale where few bits are sent, by parameter and element, int64; elements of
             -1 travel exactly. None: all parameters in one vector, cut every 128 elements.
         matrices: Views of a tensor, given the index of its parameter, that ``--pier-outer-rule muon`` makes orthogonal each by
-            itself.
+            itself, as long as the groups' own in the root mean square.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -90,12 +89,18 @@ def train(
             moved = {group: [a - sent for a, sent in zip(anchors[group], exchange.sent[group], strict=True)] for group in good}
             if config.has_common_anchor:
                 # All groups see the same mean, as if each had sent it.
-                moved = dict.fromkeys(good, wire.mean(moved, masks[exchange.fragment]))
+                mean = wire.mean(moved, masks[exchange.fragment])
+                if config.rule_name == "muon":
+                    for i, of_parameter in ((i, part) for i, part in enumerate(mean) if i not in averaged):
+                        of_groups = [matrices(i, moved[group][i]) for group in good]
+                        for matrix, *own in zip(matrices(i, of_parameter), *of_groups, strict=True):
+                            length = torch.stack([each.norm() for each in own]).square().mean().sqrt()
+                            direction = _orthogonal(matrix)
+                            matrix.copy_(length / direction.norm().clamp(min=1e-30) * direction)
+                moved = dict.fromkeys(good, mean)
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: moved[group][i] for group in good}
-                of_matrices = functools.partial(matrices, i) if config.outer_rule == "muon" else _none
-                nesterov = functools.partial(_nesterov, of_matrices)
-                step = _mean_of_parameters if i in averaged else nesterov if config.has_common_anchor else _noloco
+                step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
                     # The new slow weights, plus the progress of the group since then.
@@ -226,26 +231,15 @@ def decoded(codec: Codec, vector: Tensor, blocks: Tensor) -> Tensor:
 _State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
 
 
-def _none(tensor: Tensor) -> Sequence[Tensor]:
-    return ()
-
-
 def _nesterov(
-    matrices: Callable[[Tensor], Sequence[Tensor]],
     config: PierConfig,
     begun: int,
     states: Mapping[int, _State],
     own: Mapping[int, Tensor],
 ) -> dict[int, _State]:
-    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite.
-
-    Its ``matrices`` are made orthogonal first, twice as long as they were.
-    """
+    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite."""
     mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack(list(own.values())).mean(0)
-    for matrix in matrices(delta):
-        direction = _orthogonal(matrix)
-        matrix.copy_(MUON_LENGTH * matrix.norm() / direction.norm().clamp(min=1e-30) * direction)
     stepped = {}
     for group, (anchor, momentum) in states.items():
         new_momentum = mu * momentum + delta

@@ -110,9 +110,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-MUON_LENGTH = 2.0
-"""Length of an orthogonal matrix over that of the pseudo-gradient, with ``--pier-outer-rule muon``: docs/study.md."""
-
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),

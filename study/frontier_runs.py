@@ -14,7 +14,7 @@ AVERAGING = "local-sgd"
 ANNEALED = {ADAM: "pier-annealed", MUON: "pier-muon-annealed"}
 """The presets with momentum that end best: docs/study.md."""
 
-ORTHOGONAL = Run(rule="muon of each inside", rule_rate=2.0)
+ORTHOGONAL = Run(rule="muon as long as own")
 """``--pier-outer-rule muon``, the winner of search.py."""
 
 

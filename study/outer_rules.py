@@ -29,7 +29,7 @@ class Nesterov:
         self._shapes, self._rate = shapes, rate
 
     def seen(self, rows: Tensor, delta: Tensor) -> Tensor:
-        """What becomes of the mean pseudo-gradient, given what each group sent, of shape ``[sites, groups, numel]``."""
+        """What becomes of the mean pseudo-gradient, given the group's own, of shape ``[sites, groups, numel]``."""
         return delta
 
     def step(self, anchor: Tensor, delta: Tensor, mu: float, eta: float) -> Tensor:

@@ -326,15 +326,14 @@ class Outer:
         own = anchor - flat[:, part]
         arrived = self._coded("own", piece, own, run.dtype)
         met = run.groups // run.sites
-        rows = arrived.view(run.sites, met, -1)
-        delta = self._coded("sum", piece, rows.sum(1), run.sum_dtype) / met
+        delta = self._coded("sum", piece, arrived.view(run.sites, met, -1).sum(1), run.sum_dtype) / met
         square, of_mean = arrived.square().sum().item() / run.groups, delta.square().sum().item() / run.sites
         outcome.norms.append((square, of_mean))
         self._timetable.measured(square, of_mean)
         if self._delta[:, part].any():
             outcome.correlations.append(torch.cosine_similarity(delta, self._delta[:, part], dim=1).mean().item())
         self._delta[:, part] = delta
-        delta = self._rules[piece].seen(rows, delta)
+        delta = self._rules[piece].seen(own.view(run.sites, met, -1), delta)
         if run.own_share != 1 or run.predicted_share:
             flat[:, part] = anchor - run.own_share * own - run.predicted_share * self._of_groups(self._expected)[:, part]
             parameters.update(_like(flat, parameters))

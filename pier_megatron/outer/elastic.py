@@ -279,7 +279,7 @@ class ElasticPeers:
                 return _Formed(iteration, not here, source[SYNCED], None, is_whole, refusal)
             round_ = due if here and due is not None else self._without_own(iteration)
             self._attempted = round_
-            verdicts = Verdicts(exchange, round_.verdict, self._share.device)
+            verdicts = Verdicts(exchange, round_.verdict, round_.lengths)
             verdicts.check(iteration)
             round_.meet(exchange, verdicts, weight(standings, verdicts.counted, exchange.rank))
             round_.arrive()
@@ -297,6 +297,7 @@ class ElasticPeers:
     def _without_own(self, iteration: int) -> OuterRound:
         """The outer step after an iteration that this island has not trained: it sends nothing."""
         round_ = round_at(self._config, self._share, iteration, ABSENT, Stopwatch(self._share.device))
+        round_.measure()
         round_.begin()
         return round_
 

@@ -2,13 +2,14 @@
 
 import collections
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, sum_over
+from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
@@ -69,6 +70,7 @@ class OuterRound:
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdict: Verdict on the pseudo-gradient of this group.
+        lengths: Frobenius norms of its matrices, in the order of the chunks, once they are measured; float32.
         exchange: Collectives between the participants, once they have met.
         verdicts: Their verdicts, likewise.
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
@@ -109,6 +111,8 @@ class OuterRound:
         self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
         self._weight, self.stopwatch = 1.0, stopwatch
         self._dropped: list[tuple[Staged, Residual, slice]] = []
+        self._resumed_lengths: Tensor | None = None
+        self.lengths = torch.zeros(0, device=device)
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
@@ -126,6 +130,17 @@ class OuterRound:
         self.bytes_sent += sum(
             exchange.wire.bytes_of_sum(chunk.carried, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
         )
+
+    def measure(self) -> None:
+        """Measures the own matrices, where the rule takes any: before anything is sent, for all groups to know in time."""
+        norms: list[Tensor] = []
+        with_matrices = ((staging, chunk) for staging, chunk in self.chunks if chunk.matrix_shapes)
+        for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging, chunk in with_matrices):
+            self._subtract(staged)
+            norms += [matrix.norm() for matrix in staged.chunk.matrices(staged.own)]
+            staged.give_back()
+        if norms:
+            self.lengths = torch.stack(norms)
 
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
@@ -161,7 +176,7 @@ class OuterRound:
         for name, copy in copies.items():
             for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
                 of_chunk.copy_(part[name])
-        return RoundBuffers(self.begun, copies[OWN], copies[SHARED])
+        return RoundBuffers(self.begun, copies[OWN], copies[SHARED], self._lengths_of_all().cpu())
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
@@ -170,6 +185,7 @@ class OuterRound:
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum)):
             for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
                 part[name].copy_(of_chunk)
+        self._resumed_lengths = saved.lengths.to(self.sums.device)
 
     def finish(self, keep_progress: bool = True) -> None:
         """Applies the result, and perhaps keeps what this group has learned since :meth:`begin`.
@@ -178,8 +194,9 @@ class OuterRound:
         of "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()
+        lengths = self._lengths_by_chunk()
         for staged in self._lent(OWN, ANCHOR, *self.rule.memory):
-            self._apply(staged, keep_progress)
+            self._apply(staged, lengths, keep_progress)
             staged.give_back((ANCHOR, *self.rule.memory))
         self._release()
 
@@ -246,11 +263,12 @@ class OuterRound:
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
         in_flight: collections.deque[tuple[Staged, Sum]] = collections.deque()
+        lengths = self._lengths_by_chunk()
 
         def land() -> None:
             staged, under_way = in_flight.popleft()
             under_way.finish()
-            self._apply(staged, keep_progress=False)
+            self._apply(staged, lengths, keep_progress=False)
             staged.give_back(staged.homes)
 
         for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self.chunks):
@@ -313,12 +331,22 @@ class OuterRound:
         if self._weight != 1:
             staged.shared.mul_(self._weight)
 
-    def _apply(self, staged: Staged, keep_progress: bool) -> None:
+    def _lengths_of_all(self) -> Tensor:
+        if self._resumed_lengths is not None:
+            return self._resumed_lengths
+        return self.verdicts.lengths() if len(self.lengths) else self.lengths
+
+    def _lengths_by_chunk(self) -> dict[Chunk, Tensor]:
+        chunks = [chunk for _, chunk in self.chunks]
+        return dict(zip(chunks, self._lengths_of_all().split([len(chunk.matrix_shapes) for chunk in chunks]), strict=True))
+
+    def _apply(self, staged: Staged, lengths: Mapping[Chunk, Tensor], keep_progress: bool) -> None:
         """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.
 
         They keep what they have moved by since the pseudo-gradient was taken, or have not moved, and become the anchor.
         """
         own, shared, anchor, momentum = staged.own, staged.shared, staged.anchor, staged.momentum
+        staged.lengths = lengths[staged.chunk]
         rule, size, shards = self._rule_of(staged), self.exchange.size, staged.chunk.shards
         rule.combine(staged, size, sum(self.verdicts.counted))
         # Before the update, which may overwrite what it was computed from.

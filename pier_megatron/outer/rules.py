@@ -18,7 +18,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, REDUCED, RESIDUAL, sum_of_bits
-from pier_megatron.schedules import MUON_LENGTH, NEWTON_SCHULZ
+from pier_megatron.schedules import NEWTON_SCHULZ
 from pier_megatron.values import OUTER_RULES
 
 _TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, REDUCED, *WORK)
@@ -112,22 +112,24 @@ class Nesterov(OuterRule):
 class Muon(Nesterov):
     """Nesterov momentum on mean pseudo-gradients whose matrices are made orthogonal: docs/study.md.
 
-    Where a parameter is a matrix, ``delta`` becomes ``2 |delta| o / |o|`` with ``o`` the orthogonal matrix next to it, by five
-    Newton-Schulz iterations, and Frobenius norms. A tensor-parallel rank takes its part of a matrix for one, as Megatron's Muon
-    can. The momentum warmup, whose pseudo-gradients are those of synchronous steps, takes them as they are.
+    Where a parameter is a matrix, ``delta`` becomes ``own o / |o|`` with ``o`` the orthogonal matrix next to it, by five
+    Newton-Schulz iterations, ``own`` the root mean square over the groups of their ``|anchor - parameters|``, and Frobenius
+    norms. So the outer step is as long as AdamW's own, and not shorter where gradients are mostly noise. A tensor-parallel rank
+    takes its part of a matrix for one, as Megatron's Muon can. The momentum warmup, whose pseudo-gradients are those of
+    synchronous steps, takes them as they are.
     """
 
     takes_matrices: ClassVar[bool] = True
 
     def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step; see :meth:`OuterRule.update`."""
-        for matrix in staged.chunk.matrices(staged.shared) if self.eta else ():
-            matrix.copy_(orthogonalised(matrix))
+        for matrix, length in zip(staged.chunk.matrices(staged.shared), staged.lengths, strict=True) if self.eta else ():
+            matrix.copy_(orthogonalised(matrix).mul_(length))
         super().update(staged, is_alone=False)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The orthogonal matrix next to one, twice as long as it; float32, of its shape.
+    """The orthogonal matrix next to one, of length 1 in the Frobenius norm, or zero next to zero; float32, of its shape.
 
     In full precision, whatever the training script has set: all groups must compute the same bits.
     """
@@ -138,8 +140,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
             gram = x @ x.mT
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.mT if is_tall else x
-    length: Tensor = MUON_LENGTH * matrix.norm() / x.norm().clamp(min=torch.finfo(torch.float32).tiny)
-    return x.mul_(length)
+    return x.div_(x.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 @contextlib.contextmanager

@@ -61,12 +61,15 @@ class RoundBuffers:
         begun: Iteration after which it began.
         own: Pseudo-gradient of this group; float32, as long as the chunks of the round together.
         sum: Sum over its participants, likewise.
+        lengths: How far its participants have moved each matrix, see :meth:`pier_megatron.outer.verdicts.Verdicts.lengths`; empty
+            if the outer rule takes none.
         verdicts: Verdict on the pseudo-gradient of every group, by group.
     """
 
     begun: int
     own: Tensor
     sum: Tensor
+    lengths: Tensor
     verdicts: Sequence[int] = ()
 
 

@@ -47,9 +47,13 @@ class Staged:
         anchor: The part of the anchor, likewise.
         momentum: The part of the momentum, likewise.
         residual: What the codec has dropped here, if it drops anything.
+        lengths: How far groups have moved each of the chunk's matrices, once that is known, see
+            :meth:`pier_megatron.outer.verdicts.Verdicts.lengths`.
         homes: Places where what is offloaded lives, by name.
         copied_in: Event after which everything that has been read is there.
     """
+
+    lengths: Tensor
 
     def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
         """Lays a chunk over work buffers, or over those that are ``kept`` for it."""

@@ -57,7 +57,7 @@ class StaticPeers:
     def begin(self, round_: OuterRound, progress: Progress, is_hidden: bool) -> None:
         """Sends the own verdict, and takes the pseudo-gradient of a round that is hidden."""
         exchange, device = self.at(round_.begun), self._share.device
-        round_.meet(exchange, Verdicts(exchange, round_.verdict, device))
+        round_.meet(exchange, Verdicts(exchange, round_.verdict, round_.lengths))
         if self._sites is not None:
             chunks = self._share.chunks(round_.fragments)
             of_average = sum(bytes_of_site_average(self._config, chunk.carried) for _, chunk in chunks)
@@ -121,7 +121,7 @@ class StaticPeers:
         """Averages the parameters of the groups of this site."""
         assert self._sites is not None
         inside, device = self._sites.inside, self._share.device
-        counted = Verdicts(inside, own_verdict(self._share), device).counted
+        counted = Verdicts(inside, own_verdict(self._share), torch.zeros(0, device=device)).counted
         if not any(counted):
             return
         self._share.average(inside, counted)

@@ -165,6 +165,8 @@ class OuterSteps:
         progress.under_way, progress.trained = progress.trained, 0
         round_ = round_at(self._config, share, progress.iteration, verdict, stopwatch)
         round_.training = self._reports.take_training()
+        with stopwatch.running(), self._phase("measure", progress.iteration):
+            round_.measure()
         return round_
 
     def _take(self, progress: Progress) -> None:
@@ -231,7 +233,7 @@ class OuterSteps:
             exchange, verdict = self.peers.met(buffers), buffers.verdicts[self.peers.group]
             round_ = round_at(self._config, self._share, buffers.begun, verdict, Stopwatch(device))
             known = tuple(buffers.verdicts[group] for group in exchange.groups)
-            round_.meet(exchange, Verdicts(exchange, verdict, device, known))
+            round_.meet(exchange, Verdicts(exchange, verdict, round_.lengths, known))
             round_.resume(buffers)
             self.rounds.append(round_)
 

@@ -1,9 +1,10 @@
-"""Which pseudo-gradients can be used: each group judges its own, and all groups learn all verdicts."""
+"""Which pseudo-gradients can be used, and how far they reach: each group judges its own, and all groups learn of all."""
 
 import functools
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.topology import NAMED
@@ -18,19 +19,35 @@ class DivergedError(RuntimeError):
 
 
 class Verdicts:
-    """Verdicts of the participants of one round on their pseudo-gradients."""
+    """What the participants of one round say of their pseudo-gradients."""
 
-    def __init__(self, exchange: GroupExchange, own: int, device: torch.device, known: tuple[int, ...] | None = None) -> None:
-        """Sends this rank's ``own`` verdict and begins to collect the others, unless they are known; waits for none."""
+    def __init__(self, exchange: GroupExchange, own: int, lengths: Tensor, known: tuple[int, ...] | None = None) -> None:
+        """Sends what this group says, and begins to collect the others; waits for none.
+
+        Args:
+            exchange: Collectives between the participants.
+            own: Verdict of this group.
+            lengths: Those of its matrices, see :meth:`lengths`.
+            known: Verdicts of all, of a round whose sum has arrived: nothing is sent.
+        """
         self._exchange, self._known = exchange, known
         if known is None:
-            self._under_way = exchange.gather(torch.full((1,), own, device=device))
+            # In one vector: two collectives would wait for each other.
+            self._under_way = exchange.gather(torch.cat([lengths.new_full((1,), own), lengths]))
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
         if self._known is None:
-            self._known = tuple(self._under_way.on_host().flatten().tolist())
+            self._known = tuple(map(int, self._under_way.on_host()[:, 0].tolist()))
         return self._known
+
+    def lengths(self) -> Tensor:
+        """How far the groups that count have moved each matrix, root mean square; float32, shape ``[matrices]``.
+
+        Waits for all participants, and is not known of a round that has been resumed.
+        """
+        squares = self._under_way.result()[:, 1:].double().square()
+        return squares.sum(0).div(sum(self.counted)).sqrt().float()
 
     @functools.cached_property
     def counted(self) -> list[bool]:

@@ -140,7 +140,7 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
         verdict = NOT_FINITE if exchange.rank == 3 and step else GOOD
         rule = Nesterov(mu=0.9, eta=0.7)
         round_ = OuterRound(stagings, (0,), rule, step, verdict, Stopwatch(DEVICE), DEVICE)
-        round_.meet(exchange, Verdicts(exchange, verdict, DEVICE))
+        round_.meet(exchange, Verdicts(exchange, verdict, round_.lengths))
         if spans_iterations:
             round_.begin()
             for age in range(5):

@@ -49,7 +49,7 @@ def seen(*tensors: torch.Tensor) -> torch.Tensor:
 
 def outer_round(state: OuterState, mu: float = 0.9, eta: float = 0.7) -> OuterRound:
     round_ = OuterRound([Staging(state)], (0,), Nesterov(mu, eta), 1, GOOD, Stopwatch(DEVICE), DEVICE)
-    round_.meet(EXCHANGE, Verdicts(EXCHANGE, GOOD, DEVICE))
+    round_.meet(EXCHANGE, Verdicts(EXCHANGE, GOOD, round_.lengths))
     return round_
 
 

@@ -203,7 +203,7 @@ def _round(dtype: str) -> OuterRound:
     residuals = () if segment is None else (RESIDUAL,)
     state = OuterState([Shards([torch.randn(48)])], chunk_numel=1, offload=True, segment_numel=segment, residuals=residuals)
     round_ = OuterRound([Staging(state)], (0,), Nesterov(0.9, 0.7), 1, GOOD, Stopwatch(device), device)
-    round_.meet(exchange, Verdicts(exchange, GOOD, device))
+    round_.meet(exchange, Verdicts(exchange, GOOD, round_.lengths))
     return round_
 
 

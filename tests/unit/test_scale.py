@@ -176,7 +176,7 @@ def test_errors_name_few_of_many_groups() -> None:
     gathered = Gathered(torch.full((_GROUPS, 1), NOT_FINITE))
     exchange: Any = SimpleNamespace(groups=range(_GROUPS), rank=0, gather=lambda own: gathered)
     with pytest.raises(DivergedError, match="all 1,024 groups not finite"):
-        Verdicts(exchange, NOT_FINITE, torch.device("cpu")).check(4)
+        Verdicts(exchange, NOT_FINITE, torch.zeros(0)).check(4)
 
 
 @pytest.mark.parametrize("preset", ["diloco", "noloco"])

@@ -145,7 +145,8 @@ class RunPosition:
             if name not in common
         }
         for round_ in snapshot.rounds:
-            tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
+            of_round = {"own": round_.own, "sum": round_.sum, "lengths": round_.lengths}
+            tensors |= {f"round_{round_.begun}.{name}": tensor for name, tensor in of_round.items()}
         return tensors
 
     def sharded_tensors(self, group: int, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":

@@ -115,7 +115,7 @@ class Saving:
             # Not if there are none: Megatron would store the empty dict, for one of the optimizers that it counts in a chain.
             entry["tensors"] = exact
         if versions.megatron_args().async_save:
-            parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum))
+            parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum, round_.lengths))
             _copy_host_memory(entry, {part.data_ptr() for part in parts})
         return {**stock, ENTRY: entry}
 
