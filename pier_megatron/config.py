@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pier_megatron.errors import PierConfigError, Problems, division, no_multiple
 from pier_megatron.run_schedule import RunSchedule
-from pier_megatron.schedules import AUTO
+from pier_megatron.schedules import AUTO, NESTEROV
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Choice, Number
 
@@ -68,11 +68,11 @@ class PierConfig(RunSchedule):
                 f"--pier-overlap {self.overlap}: must be from 0 to --pier-sync-interval {self.sync_interval}, because an "
                 "exchange has to be applied before the next one of its fragment begins."
             )
-        if self.outer_rule is not None and not self.has_common_anchor:
+        if not self.has_common_anchor and (self.outer_rule is not None or self._preset.rule != NESTEROV):
+            given = f"--pier-outer-rule {self.outer_rule}" if self.outer_rule else f"--pier-preset {self.preset}"
             yield (
-                f"--pier-outer-rule {self.outer_rule} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, "
-                "--pier-subgroup-size): groups then keep anchors of their own, which only NoLoCo's rule pulls together. Drop "
-                "one of them."
+                f"{given} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, --pier-subgroup-size): "
+                "groups then keep anchors of their own, which only NoLoCo's rule pulls together. Drop one of them."
             )
         if self.no_error_feedback and self.codec.needs_error_feedback:
             yield (

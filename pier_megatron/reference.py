@@ -93,8 +93,8 @@ def train(
                 if config.rule_name == "muon":
                     for i, of_parameter in ((i, part) for i, part in enumerate(mean) if i not in averaged):
                         of_groups = [matrices(i, moved[group][i]) for group in good]
-                        for matrix, *own in zip(matrices(i, of_parameter), *of_groups, strict=True):
-                            length = torch.stack([each.norm() for each in own]).square().mean().sqrt()
+                        for matrix, *each in zip(matrices(i, of_parameter), *of_groups, strict=True):
+                            length = torch.stack([one.norm() for one in each]).square().mean().sqrt()
                             direction = _orthogonal(matrix)
                             matrix.copy_(length / direction.norm().clamp(min=1e-30) * direction)
                 moved = dict.fromkeys(good, mean)

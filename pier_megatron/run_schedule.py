@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from pier_megatron.exchange.codecs import CODECS, Codec
-from pier_megatron.schedules import PRESETS, Preset, value_at
+from pier_megatron.schedules import MUON, PRESETS, Preset, value_at
 from pier_megatron.settings import Settings
 
 # Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for: docs/frontier.md.
@@ -27,7 +27,13 @@ class RunSchedule(Settings):
 
     Iterations are counted from 1. ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in
     iterations, ``P`` fragments.
+
+    Attributes:
+        marks_embeddings: Whether embeddings and output layers are marked, as Megatron marks them, so that ``auto`` may take an
+            outer rule for the other matrices.
     """
+
+    marks_embeddings: bool = False
 
     @property
     def _preset(self) -> Preset:
@@ -39,18 +45,28 @@ class RunSchedule(Settings):
         if self.subgroup_size is not None:
             return "noloco", "groups that exchange in subgroups"
         # A momentum of the user's own has a use for its warmup.
+        if self.sync_interval == 1 and not self.overlap and self.outer_momentum is None:
+            return "local-sgd", "an outer step after every iteration"
+        is_long = self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER
+        if is_long and self.outer_momentum is None and self.inner_optimizer == "adam":
+            return "pier", f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more, with AdamW inside"
+        if self._suits_orthogonal_steps:
+            return "pier-orthogonal", "AdamW inside"
         if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:
-            if self.sync_interval == 1 and not self.overlap:
-                return "local-sgd", "an outer step after every iteration"
             return "pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations"
         if self.inner_optimizer == "muon":
             return "pier-muon-annealed", "Muon inside"
         if self.local_intervals < _MANY_OUTER_STEPS:
             return "pier-rising", f"fewer than {_MANY_OUTER_STEPS} outer steps with AdamW inside"
-        is_long = self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER
-        if is_long and self.outer_momentum is None:
-            return "pier", f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more, with AdamW inside"
         return "pier-annealed", f"{_MANY_OUTER_STEPS} outer steps or more with AdamW inside"
+
+    @property
+    def _suits_orthogonal_steps(self) -> bool:
+        if self.outer_rule is not None:
+            return self.outer_rule == MUON and self.inner_optimizer == "adam"
+        # Islands may come on processors that round products otherwise, and would be refused.
+        is_alike = self.marks_embeddings and self.lighthouse is None
+        return is_alike and self.inner_optimizer == "adam" and self.outer_momentum is None and self.outer_lr is None
 
     @property
     def codec(self) -> Codec:
@@ -76,7 +92,7 @@ class RunSchedule(Settings):
     @property
     def rule_name(self) -> str:
         """Name of the rule by which outer steps are taken, as checkpoints record it."""
-        return self.outer_rule or ("nesterov" if self.has_common_anchor else "noloco")
+        return (self.outer_rule or self._preset.rule) if self.has_common_anchor else "noloco"
 
     @property
     def groups_in_site(self) -> int:

@@ -16,6 +16,9 @@ from collections.abc import Callable
 # step exactly on a break point always belongs to the segment that ends there.
 _BREAK_POINT_TOLERANCE = 1e-9
 
+NESTEROV, MUON = "nesterov", "muon"
+"""Rules of outer steps by name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -58,6 +61,7 @@ class Preset:
         longest_horizon: ``mu`` does not rise above ``warmup_momentum`` to where ``1 / (1 - mu)`` exceeds this share of the
             local phase's outer steps; None for no such limit.
         subgroup_size: How many groups meet at an outer step; None for all of them.
+        rule: Name of the rule by which all groups take outer steps, see :mod:`pier_megatron.outer.rules`.
     """
 
     warmup_momentum: float | None
@@ -65,15 +69,19 @@ class Preset:
     learning_rate: tuple[Segment, ...]
     longest_horizon: float | None = None
     subgroup_size: int | None = None
+    rule: str = NESTEROV
 
 
-def _rising(highest: float, learning_rate: tuple[float, float], falls_back: float | None = None) -> Preset:
+def _rising(
+    highest: float, learning_rate: tuple[float, float], falls_back: float | None = None, rule: str = NESTEROV
+) -> Preset:
     """Amplifies the mean pseudo-gradient, by ``eta / (1 - mu)``, as the inner learning rate falls.
 
     Args:
         highest: ``mu`` that it rises to.
         learning_rate: ``eta`` at the beginning and at the end.
         falls_back: Fraction of the whole run, at its end, in which ``mu`` falls to where it began.
+        rule: Rule of the outer steps.
     """
     begin = 0.3
     back = () if falls_back is None else (Segment(highest, begin, falls_back, _linear),)
@@ -82,6 +90,7 @@ def _rising(highest: float, learning_rate: tuple[float, float], falls_back: floa
         momentum=(Segment(begin, highest, None, _linear), *back),
         learning_rate=(Segment(*learning_rate, None, _linear),),
         longest_horizon=0.4,
+        rule=rule,
     )
 
 
@@ -99,6 +108,8 @@ PRESETS: dict[str, Preset] = {
     "pier-rising": _rising(0.9, (1.0, 0.8)),
     # For 25 outer steps and more, whose noise a long momentum would carry into the end.
     "pier-annealed": _rising(0.9, (1.0, 0.8), falls_back=0.10),
+    # For AdamW inside under Megatron, which tells embeddings from other matrices.
+    "pier-orthogonal": _rising(0.9, (1.0, 0.8), falls_back=0.10, rule=MUON),
     # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
     "pier-muon": _rising(0.8, (0.8, 0.6)),
     "pier-muon-annealed": _rising(0.8, (0.8, 0.6), falls_back=0.10),

@@ -155,8 +155,8 @@ class Settings:
     outer_rule: str | None = setting(
         None,
         "Rule of the outer step: nesterov; muon, which makes each matrix of the mean pseudo-gradient orthogonal first; or a "
-        "subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: nesterov; with random "
-        "subgroups, NoLoCo's rule.",
+        "subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: the preset's: muon with "
+        "pier-orthogonal, NoLoCo's with random subgroups, else nesterov.",
         metavar="RULE",
         accepts=outer_rule,
     )

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pier_megatron.errors import suggestion
+from pier_megatron.schedules import MUON, NESTEROV
 
 LARGEST = 2**31 - 1
 """Largest count, which Megatron, NumPy and gloo keep in 32 bits."""
@@ -145,7 +146,7 @@ def function_name(text: str) -> str:
     return _in_module(text, "a function in it, such as recipes:llama_tiny")
 
 
-OUTER_RULES = ("nesterov", "muon")
+OUTER_RULES = (NESTEROV, MUON)
 """Rules of outer steps that have a name."""
 
 

@@ -33,7 +33,7 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
     Raises:
         PierConfigError: See :class:`PierConfig`.
     """
-    return PierConfig(**given(PierConfig, args) | {"train_iters": args.train_iters})
+    return PierConfig(**given(PierConfig, args) | {"train_iters": args.train_iters, "marks_embeddings": True})
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from pier_megatron.outer.chunks import Matrix, Stored
 from pier_megatron.outer.memory import ORTHOGONAL, STORED, bytes_of_outer_step, host_bytes, residuals_of, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names, rule_class
 from pier_megatron.outer.state import ANCHOR, OuterState
+from pier_megatron.schedules import NESTEROV
 from pier_megatron.values import folder_to_write, is_in_object_store
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
@@ -255,7 +256,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     copying = "overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"
     return [
         f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}"
-        + ("" if config.outer_rule is None else f", outer rule {config.outer_rule}"),
+        + ("" if config.rule_name in (NESTEROV, "noloco") else f", outer rule {config.rule_name}"),
         *who,
         f"iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",

@@ -285,7 +285,7 @@ class OuterLoop:
         for begun, verdicts in rounds.items():
             chunks = [chunk for _, chunk in self.share.chunks(self.config.fragments_due(begun))]
             numel, matrices = sum(chunk.numel for chunk in chunks), sum(len(chunk.matrix_shapes) for chunk in chunks)
-            buffers.append(RoundBuffers(begun, *map(torch.empty, (numel, numel, matrices)), verdicts))
+            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), torch.empty(matrices), verdicts))
         return Snapshot(progress, self.share.kept(), buffers)
 
     def restore(self, snapshot: Snapshot) -> None:

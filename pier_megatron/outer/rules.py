@@ -218,9 +218,9 @@ def rule_at(config: PierConfig, iteration: int) -> OuterRule:
 
 def rule_class(config: PierConfig) -> type[OuterRule]:
     """Returns the class of the rule by which all groups take outer steps; see :func:`rule_at`."""
-    if config.outer_rule is None:
-        return Nesterov
-    return RULES[config.outer_rule] if config.outer_rule in RULES else _imported(config.outer_rule)
+    if not config.has_common_anchor:
+        return Nesterov  # All groups together have only momentum warmups.
+    return RULES.get(config.rule_name) or _imported(config.rule_name)
 
 
 def common_names(config: PierConfig) -> tuple[str, ...]:

@@ -143,6 +143,7 @@ def test_a_short_run_is_warned_of_and_not_refused() -> None:
 
 
 _MUON = {"inner_optimizer": "muon"}
+_MARKED = {"train_iters": 1000, "marks_embeddings": True}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,18 @@ _MUON = {"inner_optimizer": "muon"}
         ({"train_iters": 1000, "sync_interval": 1, "overlap": 1}, "pier-frequent"),
         ({"train_iters": 1000, "sync_interval": 2, "outer_momentum": 0.5}, "pier-annealed"),
         ({"train_iters": 1000, "subgroup_size": 2}, "noloco"),
+        ({"train_iters": 1000, "outer_rule": "muon"}, "pier-orthogonal"),
+        (_MARKED, "pier-orthogonal"),
+        ({**_MARKED, "train_iters": 80_000}, "pier-orthogonal"),
+        ({**_MARKED, "sync_interval": 2, "exchange_dtype": "int2"}, "pier-orthogonal"),
+        ({**_MARKED, "sync_interval": 1}, "local-sgd"),
+        ({**_MARKED, "train_iters": 100_000}, "pier"),
+        ({**_MARKED, **_MUON}, "pier-muon-annealed"),
+        ({**_MARKED, "outer_rule": "nesterov"}, "pier-rising"),
+        ({**_MARKED, "outer_momentum": 0.9}, "pier-rising"),
+        ({**_MARKED, "outer_lr": 0.9}, "pier-rising"),
+        ({**_MARKED, "lighthouse": "http://islands:1", "island": 0}, "pier-rising"),
+        ({**_MARKED, "subgroup_size": 2}, "noloco"),
         ({"train_iters": 100_000, "preset": "diloco"}, "diloco"),
     ],
 )

@@ -8,6 +8,8 @@ from pier_megatron.commands import planned_sizes
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals
+from pier_megatron.outer.rules import rule_class
+from pier_megatron.schedules import NESTEROV
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -93,8 +95,12 @@ def _settings(args: argparse.Namespace, config: PierConfig | None) -> dict[tuple
     found: dict[tuple[str, ...], PierConfig | None] = {(): config}
     if config is None:
         return found
-    flags = {"offload": "--pier-offload", "overlap": "--pier-overlap 0"}
-    for values in ({"offload": True}, {"overlap": 0}, {"offload": True, "overlap": 0}):
+    flags = {"offload": "--pier-offload", "overlap": "--pier-overlap 0", "outer_rule": f"--pier-outer-rule {NESTEROV}"}
+    options: list[dict[str, object]] = [{"offload": True}, {"overlap": 0}, {"offload": True, "overlap": 0}]
+    if rule_class(config).takes_matrices:
+        # Last: it costs quality.
+        options += [{**values, "outer_rule": NESTEROV} for values in ({}, *options)]
+    for values in options:
         changed = changed_settings(args, config, **values)
         if changed is not None and all(getattr(config, name) != value for name, value in values.items()):
             found[tuple(flags[name] for name in values)] = changed

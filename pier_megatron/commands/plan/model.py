@@ -173,12 +173,15 @@ class Prediction:
         dtype = config.exchange_dtype
         wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
         passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
-        passes += self.orthogonalising if rule_class(config).takes_matrices else 0.0
+        measured = 0
+        if rule_class(config).takes_matrices:
+            # It reads the anchor once more, to know how long matrices are.
+            passes, measured = passes + self.orthogonalising, _BUFFER
         if not config.offload:
             return wire, passes
         if config.overlap == 0:
-            return wire, max(passes, copied_by_blocking(dtype) * self.copying - wire)
-        return wire, max(passes, copied_by_overlapped(dtype) * self.copying)
+            return wire, max(passes, (copied_by_blocking(dtype) + measured) * self.copying - wire)
+        return wire, max(passes, (copied_by_overlapped(dtype) + measured) * self.copying)
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner

@@ -56,7 +56,8 @@ def _details(plan: Plan) -> list[str]:
         f"an iteration: {prediction['compute'] * 1e3:,.0f} ms of compute, {prediction['inner'] * 1e3:,.0f} ms inside a group",
         f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['pairs'] * 1e3:,.0f} ms in pairs "
-        f"(--pier-preset noloco), {prediction['passes'] * 1e3:,.0f} ms of its own",
+        f"(--pier-preset noloco), {prediction['passes'] * 1e3:,.0f} ms of its own, "
+        f"{prediction['orthogonalising'] * 1e3:,.0f} ms for orthogonal steps (--pier-preset pier-orthogonal)",
         *(
             f"{name}: {row['low']:.2f} to {row['high']:.2f} x by published runs, {row['gain_with_flags']:.2f} x with "
             "--overlap-grad-reduce and --overlap-param-gather on both sides"
