@@ -66,7 +66,6 @@ class Row:
         muon_rate: Learning rate of Muon; None for the one that synchronous Muon chose.
         dtype: What a pseudo-gradient is sent as, with error feedback.
         overlap: Iterations behind which an exchange is hidden.
-        rule: Rule of the outer step.
     """
 
     method: str
@@ -80,7 +79,6 @@ class Row:
     muon_rate: float | None = None
     dtype: str = "fp32"
     overlap: int = 0
-    rule: str = "nesterov"
 
     @property
     def name(self) -> str:
@@ -92,8 +90,6 @@ class Row:
             parts.append(self.dtype)
         if self.overlap:
             parts.append(f"hidden{self.overlap}")
-        if self.rule != "nesterov":
-            parts.append(f"outer-{self.rule}")
         if self.batch_scale > 1:
             parts.append(f"batch{self.batch_scale}")
         if self.inner == MUON:
@@ -212,7 +208,7 @@ TABLES = (
     ),
     Table("Few bits, 8 groups", ("pier-annealed",), {"H = 10, int2": {"groups": 8, "interval": 10, "dtype": "int2"}}),
     Table("One group", ("pier-annealed",), {"H = 20": {"groups": 1}}),
-    Table("Orthogonal steps, 8 groups", ("pier-annealed",), {"H = 20": {"groups": 8, "rule": MUON}}),
+    Table("Orthogonal steps, 8 groups", ("pier-orthogonal",), {"H = 20": {"groups": 8}}),
     Table("Annealed momentum, 4 groups", ("pier-rising", "pier-annealed"), {"H = 20": {}}),
 )
 

@@ -137,7 +137,6 @@ class Study:
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
             *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap)),
-            *(("--pier-outer-rule", row.rule) if row.rule != Row.rule else ()),
         ]
 
     def _done(self, row: Row) -> Path:

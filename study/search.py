@@ -26,7 +26,10 @@ _INSIDE = _replace(BASE, rule="muon inside")
 _EACH = _replace(BASE, rule="muon of each")
 
 WINNER = _replace(ORTHOGONAL, method=BASE.method)
-"""``--pier-outer-rule muon``."""
+"""``--pier-preset pier-orthogonal``."""
+
+# What won before lengths were compared near the critical batch.
+_TWICE = _replace(BASE, rule="muon of each inside", rule_rate=2.0)
 
 _MUON_INSIDE = Run("pier-muon-annealed", inner=MUON)
 _LONGER = {"iterations": 2400}
@@ -38,6 +41,7 @@ _LATE = _replace(BASE, overlap=10)
 # A thousand and more outer steps, as in long_runs.
 _LONG = _replace(CLAIM, method="pier", learning_rate=1e-3)
 _LONG_WINNER = _replace(_LONG, rule=WINNER.rule, rule_rate=WINNER.rule_rate)
+_LONG_TWICE = _replace(_LONG, rule=_TWICE.rule, rule_rate=_TWICE.rule_rate)
 
 
 def _iterations(number: int) -> str:
@@ -71,11 +75,12 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "each pseudo-gradient made orthogonal, all matrices": _EACH,
         "the same, 1.5 times as long ": _replace(_EACH, rule_rate=1.5),
         "the same, twice as long ": _replace(_EACH, rule_rate=2.0),
-        "**the same, twice as long, except embeddings: `--pier-outer-rule muon`**": WINNER,
-        "the same, three times as long, except embeddings": _replace(WINNER, rule_rate=3.0),
-        "the same, half as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=0.5),
-        "the same, 0.7 times as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=0.7),
-        "the same, as long as groups' own": _replace(WINNER, rule="muon as long as own", rule_rate=1.0),
+        "the same, twice as long, except embeddings ": _TWICE,
+        "the same, three times as long, except embeddings": _replace(_TWICE, rule_rate=3.0),
+        "the same, half as long as groups' own": _replace(WINNER, rule_rate=0.5),
+        "the same, 0.7 times as long as groups' own": _replace(WINNER, rule_rate=0.7),
+        "**the same, as long as groups' own: `--pier-outer-rule muon`**": WINNER,
+        "the same, 1.2 times as long as groups' own": _replace(WINNER, rule_rate=1.2),
         "Adam's direction, as long as Nesterov's step": _replace(BASE, rule="adam"),
         "as long as a fifth of the weights (trust ratio)": _replace(BASE, rule="trust", rule_rate=0.2),
         "schedule-free": _replace(BASE, rule="schedule-free", rule_rate=1.5),
@@ -128,9 +133,38 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "H = 5": _replace(WINNER, interval=5),
         "H = 5, `pier-frequent`": _replace(WINNER, interval=5, method="pier-frequent"),
         "H = 5, `pier-frequent`, Nesterov's rule": _replace(BASE, interval=5, method="pier-frequent"),
-        "and the mean of both moments": _replace(WINNER, moments="both"),
-        "and both moments in `int4`": _replace(WINNER, moments="both", moments_dtype="int4"),
-        "and both moments, the second with the noise of 2 groups": _replace(WINNER, moments="denoised", moments_groups=2),
+    },
+    "Twice as long as the mean pseudo-gradient, with other settings": {
+        "one group": _replace(_TWICE, groups=1),
+        "`int2`": _replace(_TWICE, **_TWO_BITS),
+        "`int2`, H = 10": _replace(_TWICE, **_TWO_BITS, interval=10),
+        "overlap 1": _replace(_TWICE, overlap=1),
+        "overlap 5": _replace(_TWICE, overlap=5),
+        "overlap 20": _replace(_TWICE, overlap=20),
+        "H = 50": _replace(_TWICE, interval=50),
+        "`pier`": _replace(_TWICE, method="pier"),
+        "`diloco`": _replace(_TWICE, method="diloco"),
+        "`local-sgd`": _replace(_TWICE, method="local-sgd"),
+        "half the learning rate": _replace(_TWICE, learning_rate=4e-3),
+        "twice the learning rate": _replace(_TWICE, learning_rate=1.6e-2),
+        "H = 50, `pier-rising`": _replace(_TWICE, interval=50, method="pier-rising"),
+        "H = 100, `pier-rising`": _replace(_TWICE, interval=100, method="pier-rising"),
+        "H = 5": _replace(_TWICE, interval=5),
+        "H = 5, `pier-frequent`": _replace(_TWICE, interval=5, method="pier-frequent"),
+        "and the mean of both moments": _replace(_TWICE, moments="both"),
+        "and both moments in `int4`": _replace(_TWICE, moments="both", moments_dtype="int4"),
+        "and both moments, the second with the noise of 2 groups": _replace(_TWICE, moments="denoised", moments_groups=2),
+        "4 groups": _replace(_TWICE, groups=4),
+        "2400 iterations": _replace(_TWICE, **_LONGER),
+        "width 128": _replace(_TWICE, **_WIDER),
+        "Muon inside, pier-muon-annealed": _replace(_MUON_INSIDE, rule=_TWICE.rule, rule_rate=2.0),
+        "Muon inside, as long as the mean": _replace(_MUON_INSIDE, rule=_TWICE.rule),
+        "100,000 iterations, `pier` at its best rate": _LONG_TWICE,
+        "100,000 iterations, half the rate": _replace(_LONG_TWICE, learning_rate=5e-4),
+        "100,000 iterations, as long as the mean, the same rate": _replace(_LONG_TWICE, rule_rate=1.0),
+        "100,000 iterations, as long as the mean, half the rate": _replace(_LONG_TWICE, rule_rate=1.0, learning_rate=5e-4),
+        "100,000 iterations, as long as the mean, a quarter": _replace(_LONG_TWICE, rule_rate=1.0, learning_rate=2.5e-4),
+        "100,000 iterations, `pier-annealed`": _replace(_LONG_TWICE, method="pier-annealed"),
     },
     "Other set-ups": {
         "4 groups, pier-annealed": _replace(BASE, groups=4),
@@ -139,25 +173,18 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "2400 iterations, the winner": _replace(WINNER, **_LONGER),
         "near the critical batch, pier-annealed": _replace(BASE, **_CRITICAL),
         "near the critical batch, the winner": _replace(WINNER, **_CRITICAL),
-        "near the critical batch, the winner, as long as before": _replace(WINNER, rule_rate=1.0, **_CRITICAL),
-        "near the critical batch, 0.7 times as long as groups' own": _replace(
-            WINNER, rule="muon as long as own", rule_rate=0.7, **_CRITICAL
-        ),
-        "near the critical batch, half as long as groups' own": _replace(
-            WINNER, rule="muon as long as own", rule_rate=0.5, **_CRITICAL
-        ),
+        "near the critical batch, 0.7 times as long as groups' own": _replace(WINNER, rule_rate=0.7, **_CRITICAL),
+        "near the critical batch, half as long as groups' own": _replace(WINNER, rule_rate=0.5, **_CRITICAL),
+        "near the critical batch, twice as long as the mean": _replace(_TWICE, **_CRITICAL),
+        "near the critical batch, as long as the mean": _replace(_TWICE, rule_rate=1.0, **_CRITICAL),
         "width 128, pier-annealed": _replace(BASE, **_WIDER),
         "width 128, the winner": _replace(WINNER, **_WIDER),
         "100,000 iterations, H = 50, width 16, `pier` at its best rate": _LONG,
         "100,000 iterations, the winner, the same rate": _LONG_WINNER,
-        "100,000 iterations, the winner, half the rate, the lowest tried": _replace(_LONG_WINNER, learning_rate=5e-4),
-        "100,000 iterations, as long as before, the same rate": _replace(_LONG_WINNER, rule_rate=1.0),
-        "100,000 iterations, as long as before, half the rate": _replace(_LONG_WINNER, rule_rate=1.0, learning_rate=5e-4),
-        "100,000 iterations, as long as before, a quarter": _replace(_LONG_WINNER, rule_rate=1.0, learning_rate=2.5e-4),
+        "100,000 iterations, the winner, half the rate": _replace(_LONG_WINNER, learning_rate=5e-4),
         "100,000 iterations, the winner with `pier-annealed`": _replace(_LONG_WINNER, method="pier-annealed"),
         "Muon inside, pier-muon-annealed": _MUON_INSIDE,
-        "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule, rule_rate=2.0),
-        "Muon inside, the winner, as long as before": _replace(_MUON_INSIDE, rule=WINNER.rule),
+        "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule),
     },
 }
 
@@ -167,7 +194,7 @@ Simulated as in [Bytes against loss](../docs/frontier.md): AdamW inside, 8 group
 sequences, width 64, `pier-annealed`, each with what a row changes. Gap: final loss above synchronous training with the
 same inner optimizer at its best rate, nats per byte; mean ± standard deviation where several seeds were trained. Seeds 1 to 3
 chose; 11 to 13 were not looked at before. One training takes a minute of a core, `python study/search.py --train` all of
-them. `--pier-outer-rule muon` is the winner, except that it takes position embeddings for a matrix, too, and query, key and
+them. `pier-orthogonal` is the winner, except that it takes position embeddings for a matrix, too, and query, key and
 value for one, as Megatron stores them. What averages of the last anchors bring is in
 [survey.jsonl](../docs/survey.jsonl): nothing where the momentum falls.
 """
