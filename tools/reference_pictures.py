@@ -66,7 +66,7 @@ def paint_curves(data: dict[str, Any]) -> Any:
 
     kinds = {
         "Pier, as published": ("pier", "pier-cosine"),
-        "for fewer outer steps": ("pier-rising", "pier-annealed", "pier-muon", "pier-muon-annealed"),
+        "for fewer outer steps": ("pier-rising", "pier-annealed", "pier-orthogonal", "pier-muon", "pier-muon-annealed"),
         "constant": ("pier-frequent", "diloco", "noloco", "local-sgd"),
     }
     assert sorted(name for names in kinds.values() for name in names) == sorted(data)

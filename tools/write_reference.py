@@ -78,6 +78,7 @@ _PURPOSES = {
     "pier-cosine": "comparison with the later code of the paper's authors",
     "pier-rising": "fewer than 25 outer steps, AdamW inside",
     "pier-annealed": "25 outer steps and more, AdamW inside",
+    "pier-orthogonal": "AdamW inside, with [orthogonal outer steps](study.md#orthogonal-outer-steps)",
     "pier-muon": "few outer steps, Muon inside",
     "pier-muon-annealed": "Muon inside",
     "pier-frequent": "outer steps every few iterations",

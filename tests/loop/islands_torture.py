@@ -315,8 +315,9 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, default=0, help="iterations behind which exchanges are hidden (%(default)s)")
     parser.add_argument("--fragments", type=int, default=1, help="parts that are exchanged at different times (%(default)s)")
     parser.add_argument("--codec", default="fp32", help="what sums look like on the wire (%(default)s)")
+    parser.add_argument("--rule", default="nesterov", help="outer rule (%(default)s)")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("overlap", "fragments", "codec")}
+    settings = {name: getattr(options, name) for name in ("overlap", "fragments", "codec", "rule")}
     if options.replay:
         _run([*map(Event.parse, options.replay.split())], options.shrink, settings)
         return
