@@ -131,7 +131,7 @@ class Results:
 
     def _of_outer_steps(self, row: Row, scalar: str) -> list[float]:
         row = self._study.with_rate(row)
-        return [value for _, value in self._study.log(row).mean(SCALAR_PREFIX + scalar)] if self._study.has(row) else []
+        return [*self._study.log(row).scalars[SCALAR_PREFIX + scalar].values] if self._study.has(row) else []
 
     def spread(self, row: Row) -> list[tuple[float, float]]:
         """Spread of the weights over the groups and inner learning rate, by outer step, where groups never agree."""

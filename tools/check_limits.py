@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2215,
+    "": 2234,
     "bridge": 648,
-    "commands": 4023,
+    "commands": 4033,
     "cpu": 646,
     "exchange": 2146,
     "experiments": 4500,
-    "integration": 6307,
+    "integration": 6309,
     "megatron_api": 520,
-    "outer": 3379,
+    "outer": 3431,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -1,15 +1,15 @@
 """The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
+import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, sum_over
-from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
@@ -42,21 +42,6 @@ def _launches(span: int) -> tuple[int, int]:
     """
     begin = int(span > 2)
     return begin, max(begin + 1, (begin + span) // 2)
-
-
-def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
-    """Builds up the outer momentum while the groups are still identical, hence without communication.
-
-    Takes an outer step, then ``anchor = parameters``. With :class:`pier_megatron.outer.rules.Nesterov` that is
-    ``momentum = mu * momentum + (anchor - parameters)``; arXiv 2511.17849, algorithm 1.
-    """
-    written = (ANCHOR, *rule.memory)
-    for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
-        # The own pseudo-gradient is the mean.
-        staged.subtract_parameters(staged.shared)
-        rule.update(staged, is_alone=False)
-        staged.chunk.copy_parameters_to(staged.anchor)
-        staged.give_back(written)
 
 
 class OuterRound:
@@ -111,7 +96,9 @@ class OuterRound:
         self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
         self._weight, self.stopwatch = 1.0, stopwatch
         self._dropped: list[tuple[Staged, Residual, slice]] = []
-        self._resumed_lengths: Tensor | None = None
+        ends = itertools.accumulate((len(chunk.matrix_shapes) for _, chunk in self.chunks), initial=0)
+        places = itertools.starmap(slice, itertools.pairwise(ends))
+        self._matrices = {chunk: place for (_, chunk), place in zip(self.chunks, places, strict=True)}
         self.lengths = torch.zeros(0, device=device)
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
@@ -176,7 +163,7 @@ class OuterRound:
         for name, copy in copies.items():
             for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
                 of_chunk.copy_(part[name])
-        return RoundBuffers(self.begun, copies[OWN], copies[SHARED], self._lengths_of_all().cpu())
+        return RoundBuffers(self.begun, copies[OWN], copies[SHARED], self.verdicts.lengths.cpu())
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
@@ -185,7 +172,6 @@ class OuterRound:
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum)):
             for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
                 part[name].copy_(of_chunk)
-        self._resumed_lengths = saved.lengths.to(self.sums.device)
 
     def finish(self, keep_progress: bool = True) -> None:
         """Applies the result, and perhaps keeps what this group has learned since :meth:`begin`.
@@ -194,9 +180,8 @@ class OuterRound:
         of "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()
-        lengths = self._lengths_by_chunk()
         for staged in self._lent(OWN, ANCHOR, *self.rule.memory):
-            self._apply(staged, lengths, keep_progress)
+            self._apply(staged, keep_progress)
             staged.give_back((ANCHOR, *self.rule.memory))
         self._release()
 
@@ -263,12 +248,11 @@ class OuterRound:
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
         in_flight: collections.deque[tuple[Staged, Sum]] = collections.deque()
-        lengths = self._lengths_by_chunk()
 
         def land() -> None:
             staged, under_way = in_flight.popleft()
             under_way.finish()
-            self._apply(staged, lengths, keep_progress=False)
+            self._apply(staged, keep_progress=False)
             staged.give_back(staged.homes)
 
         for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self.chunks):
@@ -331,22 +315,13 @@ class OuterRound:
         if self._weight != 1:
             staged.shared.mul_(self._weight)
 
-    def _lengths_of_all(self) -> Tensor:
-        if self._resumed_lengths is not None:
-            return self._resumed_lengths
-        return self.verdicts.lengths() if len(self.lengths) else self.lengths
-
-    def _lengths_by_chunk(self) -> dict[Chunk, Tensor]:
-        chunks = [chunk for _, chunk in self.chunks]
-        return dict(zip(chunks, self._lengths_of_all().split([len(chunk.matrix_shapes) for chunk in chunks]), strict=True))
-
-    def _apply(self, staged: Staged, lengths: Mapping[Chunk, Tensor], keep_progress: bool) -> None:
+    def _apply(self, staged: Staged, keep_progress: bool) -> None:
         """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.
 
         They keep what they have moved by since the pseudo-gradient was taken, or have not moved, and become the anchor.
         """
         own, shared, anchor, momentum = staged.own, staged.shared, staged.anchor, staged.momentum
-        staged.lengths = lengths[staged.chunk]
+        staged.lengths = self.verdicts.lengths[self._matrices[staged.chunk]]
         rule, size, shards = self._rule_of(staged), self.exchange.size, staged.chunk.shards
         rule.combine(staged, size, sum(self.verdicts.counted))
         # Before the update, which may overwrite what it was computed from.

@@ -62,7 +62,7 @@ class RoundBuffers:
         own: Pseudo-gradient of this group; float32, as long as the chunks of the round together.
         sum: Sum over its participants, likewise.
         lengths: How far its participants have moved each matrix that the outer rule takes, see
-            :meth:`pier_megatron.outer.verdicts.Verdicts.lengths`.
+            :attr:`pier_megatron.outer.verdicts.Verdicts.lengths`.
         verdicts: Verdict on the pseudo-gradient of every group, by group.
     """
 

@@ -48,7 +48,7 @@ class Staged:
         momentum: The part of the momentum, likewise.
         residual: What the codec has dropped here, if it drops anything.
         lengths: How far groups have moved each of the chunk's matrices, once that is known, see
-            :meth:`pier_megatron.outer.verdicts.Verdicts.lengths`.
+            :attr:`pier_megatron.outer.verdicts.Verdicts.lengths`.
         homes: Places where what is offloaded lives, by name.
         copied_in: Event after which everything that has been read is there.
     """

@@ -14,11 +14,12 @@ from pier_megatron.exchange.collectives import GroupExchange, sum_over
 from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
-from pier_megatron.outer.rounds import OuterRound, momentum_warmup
-from pier_megatron.outer.rules import bits_of_products, rule_at
+from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.rules import OuterRule, bits_of_products, rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
-from pier_megatron.outer.staging import SHARED, Staging
+from pier_megatron.outer.staging import SHARED, Staging, one_ahead
+from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import DivergedError, Verdicts, own_verdict
 
@@ -233,7 +234,7 @@ class OuterSteps:
             exchange, verdict = self.peers.met(buffers), buffers.verdicts[self.peers.group]
             round_ = round_at(self._config, self._share, buffers.begun, verdict, Stopwatch(device))
             known = tuple(buffers.verdicts[group] for group in exchange.groups)
-            round_.meet(exchange, Verdicts(exchange, verdict, round_.lengths, known))
+            round_.meet(exchange, Verdicts(exchange, verdict, buffers.lengths.to(device), known))
             round_.resume(buffers)
             self.rounds.append(round_)
 
@@ -312,3 +313,18 @@ class OuterSteps:
                     "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
                 )
             raise
+
+
+def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
+    """Builds up the outer momentum while the groups are still identical, hence without communication.
+
+    Takes an outer step, then ``anchor = parameters``. With :class:`pier_megatron.outer.rules.Nesterov` that is
+    ``momentum = mu * momentum + (anchor - parameters)``; arXiv 2511.17849, algorithm 1.
+    """
+    written = (ANCHOR, *rule.memory)
+    for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
+        # The own pseudo-gradient is the mean.
+        staged.subtract_parameters(staged.shared)
+        rule.update(staged, is_alone=False)
+        staged.chunk.copy_parameters_to(staged.anchor)
+        staged.give_back(written)

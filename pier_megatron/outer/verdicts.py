@@ -27,10 +27,11 @@ class Verdicts:
         Args:
             exchange: Collectives between the participants.
             own: Verdict of this group.
-            lengths: Those of its matrices, see :meth:`lengths`.
-            known: Verdicts of all, of a round whose sum has arrived: nothing is sent.
+            lengths: Those of its matrices, see :attr:`lengths`.
+            known: Verdicts of all, of a round whose sum has arrived: nothing is sent, and ``lengths`` are those of all.
         """
-        self._exchange, self._known = exchange, known
+        self._exchange, self._known, self._lengths = exchange, known, lengths
+        self._gathers_lengths = known is None and len(lengths) > 0
         if known is None:
             # In one vector: two collectives would wait for each other.
             self._under_way = exchange.gather(torch.cat([lengths.new_full((1,), own), lengths]))
@@ -41,11 +42,14 @@ class Verdicts:
             self._known = tuple(map(int, self._under_way.on_host()[:, 0].tolist()))
         return self._known
 
+    @functools.cached_property
     def lengths(self) -> Tensor:
         """How far the groups that count have moved each matrix, root mean square; float32, shape ``[matrices]``.
 
-        Waits for all participants, and is not known of a round that has been resumed.
+        Waits for all participants if there are any matrices.
         """
+        if not self._gathers_lengths:
+            return self._lengths
         squares = self._under_way.result()[:, 1:].double().square()
         return squares.sum(0).div(sum(self.counted)).sqrt().float()
 

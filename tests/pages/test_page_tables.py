@@ -102,38 +102,43 @@ def test_study_of_orthogonal_steps() -> None:
     def simulated(run: Run, seeds: Sequence[int] = search.CHOSEN_ON) -> str:
         return spread(found.of(run, seeds))
 
-    changes = ({}, {"interval": 10, "dtype": "int2", "sum_dtype": "int2"}, {"interval": 50}, {"groups": 4})
-    lines = [[simulated(dataclasses.replace(run, **changed)) for run in (search.BASE, search.WINNER)] for changed in changes]
-    lines[0] += [simulated(search.WINNER, search.REPORTED_ON), spread(gaps("pier-annealed", groups=8, rule=MUON))]
-    shown = table("study", "| groups | H | exchange | pier-annealed | with")
-    assert [[cell for cell in row[3:] if cell] for row in shown] == lines
-    assert [row[:3] for row in shown] == [["8", "20", "fp32"], ["8", "10", "int2"], ["8", "50", "fp32"], ["4", "20", "fp32"]]
-    one = dataclasses.replace(search.WINNER, groups=1)
-    text = " ".join(page("study").split())
-    assert f"one group ends {simulated(one).removeprefix('-')} below synchronous AdamW" in text
+    for groups, interval, dtype, without, orthogonal, reported, plugin in table("study", "| groups | H | exchange |"):
+        changes = {"groups": int(groups), "interval": int(interval), "dtype": dtype, "sum_dtype": dtype}
+        winner = dataclasses.replace(search.WINNER, **changes)
+        assert [without, orthogonal] == [simulated(dataclasses.replace(search.BASE, **changes)), simulated(winner)]
+        assert (reported, plugin) in (
+            ("", ""),
+            (simulated(winner, search.REPORTED_ON), spread(gaps("pier-orthogonal", groups=int(groups)))),
+        )
     other = search.FAMILIES["Other set-ups"]
-    longer = [simulated(other[f"2400 iterations, {which}"]) for which in ("the winner", "pier-annealed")]
-    longest = [
-        f"100,000 iterations, {which}"
-        for which in ("the winner, half the rate, the lowest tried", "H = 50, width 16, `pier` at its best rate")
-    ]
-    assert "after 2,400 iterations it ends at {} ({} without)".format(*longer) in text
-    said = "at H = 50 at {} with pier at the lowest rate that was tried ({} without)"
-    assert said.format(*(simulated(other[name]) for name in longest)) in text
-    critical = [simulated(other[f"near the critical batch, {which}"]) for which in ("the winner", "pier-annealed")]
-    assert "Near the critical batch it loses: {} ({} without;".format(*critical) in text.replace("**", "")
-    as_before = simulated(other["near the critical batch, the winner, as long as before"])
-    assert f"Steps as long as before end there at {as_before}" in text
-    wider = [simulated(other[f"width 128, {which}"]) for which in ("the winner", "pier-annealed")]
-    assert "At width 128 it ends at {} ({} without)".format(*wider) in text
+    longest = ("100,000 iterations, the winner, the same rate", "100,000 iterations, H = 50, width 16, `pier` at its best rate")
     late = [dataclasses.replace(search.WINNER, overlap=overlap) for overlap in (1, 5, 20)]
-    words = "A delay costs: {} at an overlap of 1, {} at 5, {} at 20 (without the rule {})"
-    assert words.format(*map(simulated, [*late, dataclasses.replace(search.BASE, overlap=20)])) in text
-    inside = [
-        search.FAMILIES["Other set-ups"][f"Muon inside, {name}"]
-        for name in ("the winner, as long as before", "pier-muon-annealed")
-    ]
-    assert "it gains nothing ({} against {})".format(*map(simulated, inside)) in text
+    said = {
+        "one group ends {} below synchronous AdamW": [dataclasses.replace(search.WINNER, groups=1)],
+        "Near the critical batch it gains, too: {} ({} without": [
+            other[f"near the critical batch, {which}"] for which in ("the winner", "pier-annealed")
+        ],
+        "after 2,400 iterations it ends at {} ({} without)": [
+            other[f"2400 iterations, {which}"] for which in ("the winner", "pier-annealed")
+        ],
+        "pier ends at {} with such steps and at {} without": [other[name] for name in longest],
+        "At width 128 it ends at {} ({} without)": [other[f"width 128, {which}"] for which in ("the winner", "pier-annealed")],
+        "A delay costs: {} at an overlap of 1, {} at 5, {} at 20 (without the rule {})": [
+            *late,
+            dataclasses.replace(search.BASE, overlap=20),
+        ],
+        "With Muon inside it loses: {} against {}": [
+            other[f"Muon inside, {which}"] for which in ("the winner", "pier-muon-annealed")
+        ],
+        "Steps twice as long as the mean pseudo-gradient end at {} here, and at {} near the critical batch": [
+            search.FAMILIES["Rules"]["the same, twice as long, except embeddings "],
+            other["near the critical batch, twice as long as the mean"],
+        ],
+    }
+    text = " ".join(page("study").split()).replace("**", "")
+    for words, runs in said.items():
+        figures = [simulated(run) for run in runs]
+        assert words.format(*figures if "below" not in words else [figures[0].removeprefix("-")]) in text, words
 
 
 def test_search_is_in_the_records() -> None:
