@@ -156,7 +156,7 @@ class Settings:
         None,
         "Rule of the outer step: nesterov; muon, which makes each matrix of the mean pseudo-gradient orthogonal first; or a "
         "subclass of pier_megatron.outer.OuterRule of your own, as package.module:Class. Default: the preset's: muon with "
-        "pier-orthogonal, NoLoCo's with random subgroups, else nesterov.",
+        "pier-orthogonal, NoLoCo's with random subgroups, nesterov with all others.",
         metavar="RULE",
         accepts=outer_rule,
     )

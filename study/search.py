@@ -36,6 +36,7 @@ _LONGER = {"iterations": 2400}
 _WIDER = {"width": 128, "learning_rate": 4e-3}
 _CRITICAL = {"width": 32, "batch": 1024, "learning_rate": 1.6e-2}
 _TWO_BITS = {"dtype": "int2", "sum_dtype": "int2"}
+_FOUR_BITS = {"dtype": "int4", "sum_dtype": "int4"}
 _LATE = _replace(BASE, overlap=10)
 
 # A thousand and more outer steps, as in long_runs.
@@ -116,6 +117,10 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "one group": _replace(WINNER, groups=1),
         "`int2`": _replace(WINNER, **_TWO_BITS),
         "`int2`, H = 10": _replace(WINNER, **_TWO_BITS, interval=10),
+        "`int2`, H = 5": _replace(WINNER, **_TWO_BITS, interval=5),
+        "`int2`, H = 2": _replace(WINNER, **_TWO_BITS, interval=2),
+        "`int4`": _replace(WINNER, **_FOUR_BITS),
+        "`int4`, H = 5": _replace(WINNER, **_FOUR_BITS, interval=5),
         "overlap 1": _replace(WINNER, overlap=1),
         "overlap 5": _replace(WINNER, overlap=5),
         "overlap 20": _replace(WINNER, overlap=20),
@@ -130,6 +135,7 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "H = 50, `pier-rising`, Nesterov's rule": _replace(BASE, interval=50, method="pier-rising"),
         "H = 100, `pier-rising`": _replace(WINNER, interval=100, method="pier-rising"),
         "H = 100, `pier-rising`, Nesterov's rule": _replace(BASE, interval=100, method="pier-rising"),
+        "H = 2": _replace(WINNER, interval=2),
         "H = 5": _replace(WINNER, interval=5),
         "H = 5, `pier-frequent`": _replace(WINNER, interval=5, method="pier-frequent"),
         "H = 5, `pier-frequent`, Nesterov's rule": _replace(BASE, interval=5, method="pier-frequent"),
@@ -169,6 +175,10 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
     "Other set-ups": {
         "4 groups, pier-annealed": _replace(BASE, groups=4),
         "4 groups, the winner": _replace(WINNER, groups=4),
+        "2 groups, pier-annealed": _replace(BASE, groups=2),
+        "2 groups, the winner": _replace(WINNER, groups=2),
+        "16 groups, pier-annealed": _replace(BASE, groups=16),
+        "16 groups, the winner": _replace(WINNER, groups=16),
         "2400 iterations, pier-annealed": _replace(BASE, **_LONGER),
         "2400 iterations, the winner": _replace(WINNER, **_LONGER),
         "near the critical batch, pier-annealed": _replace(BASE, **_CRITICAL),
