@@ -69,10 +69,10 @@ class PierConfig(RunSchedule):
                 "exchange has to be applied before the next one of its fragment begins."
             )
         if not self.has_common_anchor and (self.outer_rule is not None or self._preset.rule != NESTEROV):
-            given = f"--pier-outer-rule {self.outer_rule}" if self.outer_rule else f"--pier-preset {self.preset}"
             yield (
-                f"{given} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, --pier-subgroup-size): "
-                "groups then keep anchors of their own, which only NoLoCo's rule pulls together. Drop one of them."
+                f"--pier-outer-rule {self.outer_rule or self._preset.rule} with outer steps of {self.subgroup} groups "
+                f"(--pier-preset {self.preset}, --pier-subgroup-size): groups then keep anchors of their own, which only "
+                "NoLoCo's rule pulls together. Drop one of them."
             )
         if self.no_error_feedback and self.codec.needs_error_feedback:
             yield (

@@ -281,7 +281,8 @@ class ElasticPeers:
             self._attempted = round_
             verdicts = Verdicts(exchange, round_.verdict, round_.lengths)
             verdicts.check(iteration)
-            round_.meet(exchange, verdicts, weight(standings, verdicts.counted, exchange.rank))
+            verdicts.weights = [weight(standings, verdicts.counted, rank) for rank in range(exchange.size)]
+            round_.meet(exchange, verdicts)
             round_.arrive()
         return _Formed(iteration, not here, iteration, round_, is_whole, refusal)
 

@@ -94,7 +94,7 @@ class OuterRound:
         parts = max(1, min(_PARTS_TO_COMPARE, len(self.chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
-        self._weight, self.stopwatch = 1.0, stopwatch
+        self.stopwatch = stopwatch
         self._dropped: list[tuple[Staged, Residual, slice]] = []
         ends = itertools.accumulate((len(chunk.matrix_shapes) for _, chunk in self.chunks), initial=0)
         places = itertools.starmap(slice, itertools.pairwise(ends))
@@ -105,15 +105,14 @@ class OuterRound:
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = 0
 
-    def meet(self, exchange: GroupExchange, verdicts: Verdicts, weight: float = 1.0) -> None:
+    def meet(self, exchange: GroupExchange, verdicts: Verdicts) -> None:
         """Learns who takes part; again, if those before were lost.
 
         Args:
             exchange: Collectives between the participants.
             verdicts: Their verdicts.
-            weight: Weight of this group's pseudo-gradient in the mean; participants average to 1.
         """
-        self.exchange, self.verdicts, self._weight = exchange, verdicts, weight
+        self.exchange, self.verdicts = exchange, verdicts
         self.bytes_sent += sum(
             exchange.wire.bytes_of_sum(chunk.carried, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
         )
@@ -312,8 +311,8 @@ class OuterRound:
 
     def _write_sent(self, staged: Staged) -> None:
         self._rule_of(staged).send(staged)
-        if self._weight != 1:
-            staged.shared.mul_(self._weight)
+        if self.verdicts.weights is not None:
+            staged.shared.mul_(self.verdicts.weights[self.exchange.rank])
 
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
         """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.

@@ -15,13 +15,14 @@ from pier_megatron.outer.chunks import Chunk
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.rules import OuterRule, bits_of_products, rule_at
+from pier_megatron.outer.rules import OuterRule, bits_of_products, rule_at, rule_class
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging, one_ahead
 from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import DivergedError, Verdicts, own_verdict
+from pier_megatron.schedules import NESTEROV
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
@@ -263,10 +264,13 @@ class OuterSteps:
                 exchange.gather(torch.zeros(1, device=share.device)).result().tolist()
             self._check_products(first)
         except RuntimeError as error:
+            # A chunk holds the largest matrix, and offloaded it takes more room for its work.
+            matrices = rule_class(config).takes_matrices
+            less = f"--pier-outer-rule {NESTEROV}" if matrices else "a smaller --pier-chunk-mib, --pier-offload"
             error.add_note(
-                f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
-                "smaller --pier-chunk-mib, --pier-offload or, with an overlap, more --pier-fragments. If the error speaks of a "
-                "connection or a timeout, a rank of another group cannot be reached, or its own log says why it failed."
+                f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use "
+                f"{less} or, with an overlap, more --pier-fragments. If the error speaks of a connection or a timeout, a rank "
+                "of another group cannot be reached, or its own log says why it failed."
             )
             raise
 
@@ -286,10 +290,12 @@ class OuterSteps:
         for exchange in dict.fromkeys(self.peers.known(first)):
             found = exchange.gather(own).result().flatten().tolist()
             if differing := [group for group, bits in zip(exchange.groups, found, strict=True) if bits != found[0]]:
+                preset, rule = self._config.preset, self._config.outer_rule
+                flag = f"--pier-preset {preset}" if rule is None else f"--pier-outer-rule {rule}"
                 raise PierConfigError(
-                    f"--pier-outer-rule {self._config.rule_name}: groups {differing} round matrix products otherwise than "
+                    f"{flag}: groups {differing} round matrix products otherwise than "
                     f"group {exchange.groups[0]}, and anchors would differ. Run all groups on one kind of processor with the "
-                    "same release of PyTorch, or use --pier-outer-rule nesterov."
+                    f"same release of PyTorch, or use --pier-outer-rule {NESTEROV}."
                 )
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which pseudo-gradients can be used, and how far they reach: each group judges its own, and all groups learn of all."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,13 @@ class DivergedError(RuntimeError):
 
 
 class Verdicts:
-    """What the participants of one round say of their pseudo-gradients."""
+    """What the participants of one round say of their pseudo-gradients.
+
+    Attributes:
+        weights: What each pseudo-gradient weighs in the mean, 1 on average of those that count; None if all weigh the same.
+    """
+
+    weights: Sequence[float] | None = None
 
     def __init__(self, exchange: GroupExchange, own: int, lengths: Tensor, known: tuple[int, ...] | None = None) -> None:
         """Sends what this group says, and begins to collect the others; waits for none.
@@ -44,13 +51,15 @@ class Verdicts:
 
     @functools.cached_property
     def lengths(self) -> Tensor:
-        """How far the groups that count have moved each matrix, root mean square; float32, shape ``[matrices]``.
+        """How far the groups that count have moved each matrix, weighted root mean square; float32, shape ``[matrices]``.
 
         Waits for all participants if there are any matrices.
         """
         if not self._gathers_lengths:
             return self._lengths
         squares = self._under_way.result()[:, 1:].double().square()
+        if self.weights is not None:
+            squares *= squares.new_tensor(self.weights).unsqueeze(1)
         return squares.sum(0).div(sum(self.counted)).sqrt().float()
 
     @functools.cached_property

@@ -263,7 +263,7 @@ class Simulation:
         if self._is_coded:
             delta = self._written(step, place, delta * len(counted))
         elif self._is_orthogonal:
-            self._orthogonalise(delta, deltas, place)
+            self._orthogonalise(delta, deltas, weights, place)
         self._momentum[place] = MU * self._momentum[place] + delta
         self._anchor[place] = self._anchor[place] - ETA * (delta + MU * self._momentum[place])
         self._before, self.anchors[iteration] = iteration, self._anchor.clone()
@@ -276,12 +276,13 @@ class Simulation:
             if said[island] == ABSENT or not self._overlap or iteration == config.train_iters:
                 self._land(island)
 
-    def _orthogonalise(self, delta: Tensor, deltas: Tensor, place: Tensor) -> None:
+    def _orthogonalise(self, delta: Tensor, deltas: Tensor, weights: Tensor, place: Tensor) -> None:
         """Makes the matrices in the mean of an outer step orthogonal, as long as those of the islands behind it."""
         mean, *each = (torch.zeros_like(self._anchor).index_put((place,), values) for values in (delta, *deltas))
         for chunk, index in self._matrices:
             matrix, *own = ([*chunk.matrices(chunk.of(flat))][index] for flat in (mean, *each))
-            length = torch.stack([matrix.norm() for matrix in own]).square().mean().sqrt()
+            squares = torch.stack([matrix.norm() for matrix in own]).square()
+            length = (weights @ squares / weights.sum()).sqrt()
             matrix.copy_(orthogonalised(matrix) * length)
         delta.copy_(mean[place])
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from pier_megatron.commands import planned_sizes
@@ -59,7 +60,7 @@ def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
 
 def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) -> Fix | None:
     """The least change that makes a job fit, what costs nothing first; None if there is none."""
-    for flags, changed, changed_config in _changes(args, config):
+    for flags, changed, changed_config in changes(args, config):
         size = needed(memory_of(changed, changed_config), changed)
         if size <= there:
             return Fix(" ".join(flags), size, changed, changed_config)
@@ -76,32 +77,36 @@ def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: ob
     return changed
 
 
-def _changes(
+def changes(
     args: argparse.Namespace, config: PierConfig | None
 ) -> Iterator[tuple[list[str], argparse.Namespace, PierConfig | None]]:
     """Changes of a job that take less memory: flags that are added, and the job with them."""
     sizes = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
-    changes, of_pier = [dict[str, object](micro_batch_size=size) for size in sizes], _settings(args, config)
-    for values in (*changes, {"micro_batch_size": 1, "recompute_granularity": "full"}):
+    of_job = [dict[str, object](micro_batch_size=size) for size in sizes]
+    of_job.append({"micro_batch_size": 1, "recompute_granularity": "full"})
+    of_pier = [_settings(args, config)]
+    if config is not None and rule_class(config).takes_matrices:
+        # Last: it costs quality.
+        of_pier.append(_settings(args, config, outer_rule=NESTEROV))
+    for settings, values in itertools.product(of_pier, of_job):
         size = values["micro_batch_size"]
         flags = [] if size == args.micro_batch_size else [f"--micro-batch-size {size}"]
         flags += [RECOMPUTE] if "recompute_granularity" in values else []
-        for more, changed in of_pier.items():
+        for more, changed in settings.items():
             yield [*flags, *more], argparse.Namespace(**vars(args) | values), changed
 
 
-def _settings(args: argparse.Namespace, config: PierConfig | None) -> dict[tuple[str, ...], PierConfig | None]:
-    """Settings that take less memory, by the flags that are added."""
-    found: dict[tuple[str, ...], PierConfig | None] = {(): config}
+def _settings(
+    args: argparse.Namespace, config: PierConfig | None, **always: object
+) -> dict[tuple[str, ...], PierConfig | None]:
+    """Settings that take less memory, by the flags that are added; all of them with what is changed ``always``."""
     if config is None:
-        return found
+        return {(): config}
     flags = {"offload": "--pier-offload", "overlap": "--pier-overlap 0", "outer_rule": f"--pier-outer-rule {NESTEROV}"}
-    options: list[dict[str, object]] = [{"offload": True}, {"overlap": 0}, {"offload": True, "overlap": 0}]
-    if rule_class(config).takes_matrices:
-        # Last: it costs quality.
-        options += [{**values, "outer_rule": NESTEROV} for values in ({}, *options)]
-    for values in options:
-        changed = changed_settings(args, config, **values)
+    options: list[dict[str, object]] = [{}, {"offload": True}, {"overlap": 0}, {"offload": True, "overlap": 0}]
+    found: dict[tuple[str, ...], PierConfig | None] = {}
+    for values in ({**option, **always} for option in options):
+        changed = changed_settings(args, config, **values) if values else config
         if changed is not None and all(getattr(config, name) != value for name, value in values.items()):
             found[tuple(flags[name] for name in values)] = changed
     return found

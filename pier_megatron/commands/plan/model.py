@@ -26,6 +26,9 @@ _HIDING = 2 / 3
 # How often the operators of pier_megatron/outer/rounds.py read or write a number of every owned parameter, by count.
 _BLOCKING_PASSES, _OVERLAPPED_PASSES = 26, 33
 
+# The same of what measures matrices before an orthogonal outer step.
+_MEASURING_PASSES = 6
+
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 # and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py.
 _CODING = 16
@@ -173,15 +176,16 @@ class Prediction:
         dtype = config.exchange_dtype
         wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
         passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
-        measured = 0
+        measured = 0.0
         if rule_class(config).takes_matrices:
-            # It reads the anchor once more, to know how long matrices are.
-            passes, measured = passes + self.orthogonalising, _BUFFER
+            # Before anything is sent it reads the anchor and the parameters, to know how long matrices are.
+            measured = max(_MEASURING_PASSES * self.passing, _BUFFER * self.copying * config.offload)
+            passes += self.orthogonalising
         if not config.offload:
-            return wire, passes
+            return wire, measured + passes
         if config.overlap == 0:
-            return wire, max(passes, (copied_by_blocking(dtype) + measured) * self.copying - wire)
-        return wire, max(passes, (copied_by_overlapped(dtype) + measured) * self.copying)
+            return wire, measured + max(passes, copied_by_blocking(dtype) * self.copying - wire)
+        return wire, measured + max(passes, copied_by_overlapped(dtype) * self.copying)
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner

@@ -302,6 +302,8 @@ def _resumption(request: _Request) -> str:
             "with flat buffers that are cut elsewhere (--pier-chunk-mib, gradient buckets, layers of stages), without what "
             "error feedback held"
         )
+    if saved.remembers_otherwise(request.present):
+        lines.append("without the outer momentum, which another rule has summed")
     sources = request.inner_sources if saved.island is None else [saved.island]
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, sources))}")
     if saved.rounds and not request.is_exact:
