@@ -246,4 +246,5 @@ def test_rule_of_ones_own_resumes_with_its_memory(directory: Path, runs: dict[st
     # Without the rule the memory is forgotten, and the last outer step goes another way.
     dropped = runs["rule dropped"]
     assert "outer rule own_rules:Aside is now nesterov" in dropped.printed
+    assert "without the outer momentum, which another rule has summed" in dropped.printed
     assert not torch.equal(dropped.ranks[0]["anchor"][8][0], runs["rule"].ranks[0]["anchor"][8][0])

@@ -26,7 +26,7 @@ _HIDING = 2 / 3
 # How often the operators of pier_megatron/outer/rounds.py read or write a number of every owned parameter, by count.
 _BLOCKING_PASSES, _OVERLAPPED_PASSES = 26, 33
 
-# The same of what measures matrices before an orthogonal outer step.
+# How often matrices are read or written when they are measured before an orthogonal outer step.
 _MEASURING_PASSES = 6
 
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
