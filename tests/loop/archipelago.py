@@ -938,7 +938,7 @@ class Archipelago:
         found = {iteration: step for iteration, step in found.items() if iteration not in dropped}
         assert list(found) == [iteration for iteration in due if iteration not in dropped]
         how = plan.overlap, plan.fragments, plan.codec != "fp32", plan.rule
-        # Newton-Schulz iterations magnify what is small, at each step anew.
+        # Newton-Schulz iterations magnify what is small, at each step again.
         rounding = ROUNDING * (100 if plan.rule == "muon" else 1)
         simulated = [Simulation(list(found.values()), part, *how) for part in range(PARTS)]
         self.conserved = simulated[0].conserved
