@@ -192,6 +192,11 @@ FAMILIES: Mapping[str, Mapping[str, Run]] = {
         "100,000 iterations, H = 50, width 16, `pier` at its best rate": _LONG,
         "100,000 iterations, the winner, the same rate": _LONG_WINNER,
         "100,000 iterations, the winner, half the rate": _replace(_LONG_WINNER, learning_rate=5e-4),
+        "100,000 iterations, the winner, 0.7 times the rate": _replace(_LONG_WINNER, learning_rate=7e-4),
+        "100,000 iterations, half as long as groups' own, the same rate": _replace(_LONG_WINNER, rule_rate=0.5),
+        "100,000 iterations, 0.7 times as long as groups' own, 1.4 times the rate": _replace(
+            _LONG_WINNER, rule_rate=0.7, learning_rate=1.4e-3
+        ),
         "100,000 iterations, the winner with `pier-annealed`": _replace(_LONG_WINNER, method="pier-annealed"),
         "Muon inside, pier-muon-annealed": _MUON_INSIDE,
         "Muon inside, the winner": _replace(_MUON_INSIDE, rule=WINNER.rule),

@@ -161,14 +161,15 @@ class OuterSteps:
 
     def _prepare(self, progress: Progress) -> OuterRound:
         share, stopwatch = self._share, Stopwatch(self._share.device)
-        with stopwatch.running(), self._phase("verdict", progress.iteration):
-            verdict = own_verdict(share)
+        with stopwatch.running():
+            with self._phase("verdict", progress.iteration):
+                verdict = own_verdict(share)
+            round_ = round_at(self._config, share, progress.iteration, verdict, stopwatch)
+            with self._phase("measure", progress.iteration):
+                round_.measure()
         # What it trains from now on counts in the next one.
         progress.under_way, progress.trained = progress.trained, 0
-        round_ = round_at(self._config, share, progress.iteration, verdict, stopwatch)
         round_.training = self._reports.take_training()
-        with stopwatch.running(), self._phase("measure", progress.iteration):
-            round_.measure()
         return round_
 
     def _take(self, progress: Progress) -> None:

@@ -375,8 +375,8 @@ def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
     for each in unknown:
         assert "Megatron-Bridge refuses the recipe without Transformer Engine: " in each
         assert each.endswith("OK\n")
-    groups = r"2 groups of 2 ranks, preset pier-frequent \(.+\)\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n"
-    assert re.search(groups, accepted)
+    preset = r"preset pier-orthogonal \(.+\), outer rule muon"
+    assert re.search(rf"2 groups of 2 ranks, {preset}\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n", accepted)
     assert re.search(r"100\.0%  0\.300  0\.800\nOK\n$", accepted)
     assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in refused
     assert refused.endswith("will not start\nstatus 1\n")
