@@ -99,7 +99,7 @@ class OuterRound:
         ends = itertools.accumulate((len(chunk.matrix_shapes) for _, chunk in self.chunks), initial=0)
         places = itertools.starmap(slice, itertools.pairwise(ends))
         self._matrices = {chunk: place for (_, chunk), place in zip(self.chunks, places, strict=True)}
-        self.lengths = torch.zeros(0, device=device)
+        self.lengths = torch.empty(0, device=device)
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)

@@ -37,11 +37,12 @@ class Verdicts:
             lengths: Those of its matrices, see :attr:`lengths`.
             known: Verdicts of all, of a round whose sum has arrived: nothing is sent, and ``lengths`` are those of all.
         """
-        self._exchange, self._known, self._lengths = exchange, known, lengths
-        self._gathers_lengths = known is None and len(lengths) > 0
+        self._exchange, self._known = exchange, known
         if known is None:
             # In one vector: two collectives would wait for each other.
-            self._under_way = exchange.gather(torch.cat([lengths.new_full((1,), own), lengths]))
+            self._under_way = exchange.gather(torch.nn.functional.pad(lengths, (1, 0), value=own))
+        if known is not None or not len(lengths):
+            self.lengths = lengths  # There is nothing to wait for.
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
@@ -55,8 +56,6 @@ class Verdicts:
 
         Waits for all participants if there are any matrices.
         """
-        if not self._gathers_lengths:
-            return self._lengths
         squares = self._under_way.result()[:, 1:].double().square()
         if self.weights is not None:
             squares *= squares.new_tensor(self.weights).unsqueeze(1)

@@ -243,7 +243,7 @@ _LARGE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 # Launches of an outer step, collectives included: for each chunk, and once.
-_LAUNCHES = {"fp32": (18, 27), "int1": (27, 27)}
+_LAUNCHES = {"fp32": (18, 25), "int1": (27, 25)}
 
 
 @pytest.mark.parametrize("dtype", _LAUNCHES)
