@@ -163,6 +163,11 @@ def test_sites_of_a_file_share_their_link() -> None:
     )
     assert (found["sites"], alone["sites"]) == (2, 1)
     assert alone["rows"]["this job"]["seconds"] < found["rows"]["this job"]["seconds"]
+    for each in (found, alone):
+        over = {float(rate): times["this job"] for rate, times in each["over the link's rate"].items()}
+        assert (min(over) * 100, max(over) / 100) == pytest.approx((each["link"], each["link"]))
+        assert over[each["link"]] == pytest.approx(each["rows"]["this job"]["seconds"])
+        assert over[max(over)] < over[min(over)]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.job_script import launch_line
 from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.srun import through_script
 from pier_megatron.errors import PierConfigError
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -110,6 +111,13 @@ def test_lines_of_clusters(
     assert (command.script, command.arguments) == ("train.py", ("--lr", "1e-3"))
     if "./launch.sh" in words:
         assert command.surroundings.provides("RANK", differs=True)
+
+
+def test_script_that_starts_what_follows_it(tmp_path: Path) -> None:
+    script = tmp_path / "launch.sh"
+    script.write_text('exec python3 -u "$@"\n')
+    words = ["srun", str(script), "train.py", "--lr", "1e-3"]
+    assert through_script(words) == ([*words[:2], "exec", "python3", "-u", *words[2:]], [])
 
 
 def test_options_in_the_text_of_a_shell_are_not_those_of_srun() -> None:
