@@ -14,7 +14,7 @@ _SHORT_INTERVAL = 5
 # From here on the noise of the last outer steps is worth being kept out of the end.
 _MANY_OUTER_STEPS = 25
 
-# The length for which the paper's schedule was made, and at which it ends below the others: docs/frontier.md.
+# The length for which the paper's schedule was made, and at which it ends below others: docs/frontier.md.
 _OUTER_STEPS_OF_PAPER, _INTERVAL_OF_PAPER = 1500, 50
 
 # What a few kernels and a message take time for, against which their overhead is small.
@@ -49,7 +49,8 @@ class RunSchedule(Settings):
             return "local-sgd", "an outer step after every iteration"
         is_long = self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER
         if is_long and self.outer_momentum is None and self.inner_optimizer == "adam":
-            return "pier", f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more, with AdamW inside"
+            length = f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more"
+            return "pier-long", f"{length}, with AdamW inside"
         if self._suits_orthogonal_steps:
             return "pier-orthogonal", "AdamW inside"
         if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:

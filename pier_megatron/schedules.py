@@ -5,7 +5,7 @@ shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
 arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` and those for Muon), docs/frontier.md
-(``pier-frequent``).
+(``pier-long``, ``pier-frequent``).
 """
 
 import dataclasses
@@ -94,12 +94,16 @@ def _rising(
     )
 
 
+_PIER = Preset(
+    warmup_momentum=0.9,
+    momentum=(_constant(0.99, length=0.05), _constant(0.95, length=0.05), _constant(0.90)),
+    learning_rate=(Segment(0.0, 1.0, 0.10, _linear), _constant(1.1, length=0.60), _constant(0.9)),
+)
+
 PRESETS: dict[str, Preset] = {
-    "pier": Preset(
-        warmup_momentum=0.9,
-        momentum=(_constant(0.99, length=0.05), _constant(0.95, length=0.05), _constant(0.90)),
-        learning_rate=(Segment(0.0, 1.0, 0.10, _linear), _constant(1.1, length=0.60), _constant(0.9)),
-    ),
+    "pier": _PIER,
+    # The same, with the noise of its long momentum kept out of the end.
+    "pier-long": dataclasses.replace(_PIER, momentum=(*_PIER.momentum, Segment(0.9, 0.3, 0.10, _linear))),
     "pier-cosine": Preset(
         warmup_momentum=0.9,
         momentum=(Segment(0.99, 0.90, None, _cosine),),

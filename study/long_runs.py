@@ -39,6 +39,7 @@ RATES = {
     ADAM: {
         SYNCHRONOUS: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         "pier": (5e-4, 1e-3, 2e-3, 4e-3),
+        "pier-long": (5e-4, 1e-3, 2e-3),
         "diloco": (2e-3, 4e-3, 8e-3),
         "pier-annealed": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         "pier-rising": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
@@ -53,7 +54,7 @@ RATES = {
 """Inner learning rates that each method chooses from."""
 
 # Those near the best, for other seeds.
-_CLOSE = {SYNCHRONOUS: (1e-3, 2e-3), "pier": (1e-3,), "diloco": (4e-3,), "pier-annealed": (4e-3,)}
+_CLOSE = {SYNCHRONOUS: (1e-3, 2e-3), "pier": (1e-3,), "pier-long": (1e-3,), "diloco": (4e-3,), "pier-annealed": (4e-3,)}
 
 
 def at_rate(run: Run, method: str, rate: float) -> Run:

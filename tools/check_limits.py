@@ -9,7 +9,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2234,
+    "": 2239,
     "bridge": 648,
     "commands": 4042,
     "cpu": 646,

@@ -65,7 +65,7 @@ def paint_curves(data: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     kinds = {
-        "Pier, as published": ("pier", "pier-cosine"),
+        "for thousands of outer steps": ("pier", "pier-cosine", "pier-long"),
         "for fewer outer steps": ("pier-rising", "pier-annealed", "pier-orthogonal", "pier-muon", "pier-muon-annealed"),
         "constant": ("pier-frequent", "diloco", "noloco", "local-sgd"),
     }

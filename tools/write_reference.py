@@ -76,6 +76,7 @@ _WISHES = {
 _PURPOSES = {
     "pier": "thousands of outer steps: the paper's runs have about 1800",
     "pier-cosine": "comparison with the later code of the paper's authors",
+    "pier-long": "1,500 outer steps and more at H of 50 and more, AdamW inside",
     "pier-rising": "fewer than 25 outer steps, AdamW inside",
     "pier-annealed": "25 outer steps and more, AdamW inside",
     "pier-orthogonal": "AdamW inside, with [orthogonal outer steps](study.md#orthogonal-outer-steps)",

@@ -227,7 +227,7 @@ def test_plan_reports_everything_that_is_wrong_with_a_job(tmp_path: Path) -> Non
 
 def test_quickstart_shows_what_is_printed() -> None:
     blocks = [" ".join(block.split()) for block in re.findall(r"^```\n(.*?)^```", _PAGE, re.MULTILINE | re.DOTALL)]
-    [shown] = [block for block in blocks if "preset pier " in block]
+    [shown] = [block for block in blocks if "preset pier-long " in block]
     findings = " ".join(doctor(_SHOWN).out.split())
     *parts, verdict = shown.split(" ...")
     assert all(part.strip() in findings for part in parts)
@@ -378,7 +378,7 @@ def test_started_job_whose_loss_crosses_the_groups_is_refused(tmp_path: Path, co
     place = next(place for place, word in enumerate(started) if word.endswith("pretrain_bytes.py"))
     started[place] = str(tmp_path / "reduces.py")
     ended = subprocess.run([*_DOCTOR, "--start", *started], cwd=REPOSITORY, capture_output=True, text=True)
-    # Of the first stage, which reduces no loss.
+    # The first stage reduces no loss.
     assert re.search(r"rank 2: \d+ collectives .*, none across groups\.", ended.stdout), ended.stderr
     assert re.search(r"on other ranks: +\d+ x allreduce_ .* over ranks 1, 3", ended.stdout), ended.stdout
     assert "ERROR: --start: what is listed above reduces over ranks of several groups" in ended.stdout

@@ -110,7 +110,11 @@ def test_study_of_orthogonal_steps() -> None:
             assert reported == simulated(winner, search.REPORTED_ON)
             assert plugin == spread(gaps("pier-orthogonal", groups=int(groups), interval=int(interval)))
     other = search.FAMILIES["Other set-ups"]
-    longest = ("100,000 iterations, the winner, the same rate", "100,000 iterations, H = 50, width 16, `pier` at its best rate")
+    longest = (
+        "100,000 iterations, the winner, the same rate",
+        "100,000 iterations, H = 50, width 16, `pier` at its best rate",
+        "the same with a momentum that falls at the end, `pier-long`",
+    )
     late = [dataclasses.replace(search.WINNER, overlap=overlap) for overlap in (1, 5, 20)]
     said = {
         "one group ends {} below synchronous AdamW": [dataclasses.replace(search.WINNER, groups=1)],
@@ -120,7 +124,9 @@ def test_study_of_orthogonal_steps() -> None:
         "after 2,400 iterations it ends at {} ({} without)": [
             other[f"2400 iterations, {which}"] for which in ("the winner", "pier-annealed")
         ],
-        "pier ends at {} with such steps and at {} without": [other[name] for name in longest],
+        "pier ends at {} with such steps and at {} without; auto takes pier-long, which ends at {}": [
+            other[name] for name in longest
+        ],
         "At width 128 it ends at {} ({} without)": [other[f"width 128, {which}"] for which in ("the winner", "pier-annealed")],
         "A delay costs: {} at an overlap of 1, {} at 5, {} at 20 (without the rule {})": [
             *late,

@@ -151,7 +151,7 @@ _MARKED = {"train_iters": 1000, "marks_embeddings": True}
     [
         ({"train_iters": 1000}, "pier-rising"),
         ({"train_iters": 80_000}, "pier-annealed"),
-        ({"train_iters": 100_000}, "pier"),
+        ({"train_iters": 100_000}, "pier-long"),
         ({"train_iters": 100_000, "sync_interval": 49}, "pier-annealed"),
         ({"train_iters": 100_000, **_MUON}, "pier-muon-annealed"),
         ({"train_iters": 100_000, "outer_momentum": 0.9}, "pier-annealed"),
@@ -166,7 +166,7 @@ _MARKED = {"train_iters": 1000, "marks_embeddings": True}
         ({**_MARKED, "train_iters": 80_000}, "pier-orthogonal"),
         ({**_MARKED, "sync_interval": 2, "exchange_dtype": "int2"}, "pier-orthogonal"),
         ({**_MARKED, "sync_interval": 1}, "local-sgd"),
-        ({**_MARKED, "train_iters": 100_000}, "pier"),
+        ({**_MARKED, "train_iters": 100_000}, "pier-long"),
         ({**_MARKED, **_MUON}, "pier-muon-annealed"),
         ({**_MARKED, "outer_rule": "nesterov"}, "pier-rising"),
         ({**_MARKED, "outer_momentum": 0.9}, "pier-rising"),

@@ -81,6 +81,14 @@ def test_annealed_momentum_rises_and_falls_back_in_the_last_tenth(preset: str, h
         assert schedule.momentum_at(middle) == pytest.approx(0.3 + (highest - 0.3) / 2)
 
 
+def test_long_preset_is_the_papers_until_its_momentum_falls() -> None:
+    paper, long = config("pier"), config("pier-long")
+    for iteration in range(1, 1001):
+        assert long.learning_rate_at(iteration) == paper.learning_rate_at(iteration)
+        fallen = 0.6 * max(iteration - 900, 0) / 100
+        assert long.momentum_at(iteration) == pytest.approx(paper.momentum_at(iteration) - fallen)
+
+
 def test_constant_presets() -> None:
     assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
     assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)
