@@ -365,3 +365,7 @@ def test_long_runs_are_those_of_their_records() -> None:
         for method in long_runs.tuned(survey, run).values():
             rates = sorted(method.others)
             assert rates[0] < method.rate < rates[-1], f"{method.method}: the best rate is the last one that was tried"
+    found = search.gaps()
+    runs = (dataclasses.replace(long_runs.CLAIM, method=method, learning_rate=1e-3) for method in ("pier-long", "pier"))
+    long, paper = (spread(found.of(run, search.REPORTED_ON), "+") for run in runs)
+    assert f"not looked at before `pier-long` ends at {long}, `pier` at {paper}." in " ".join(text.split())
